@@ -17,7 +17,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(VENV)/.installed-run  ## generate with and without speculation, and compare
-	$(VENV)/bin/specengine demo
+	$(VENV)/bin/specengine bench --demo
 
 # examples of property tests: `ci` repeats them in every run, `explore` draws new ones
 PROPERTIES ?= $(if $(CI),ci,explore)

@@ -1,7 +1,7 @@
 """Acceptance before and after a draft has learnt from use, on texts of one domain and on others.
 
 A folder of use is filled as `--learn` fills it: the default engine answers the domain's prompts. Then the head learns
-for `--minutes`, and both heads answer fresh prompts of the domain and of other kinds. `specengine learn FOLDER`
+for `--minutes`, and both heads answer fresh prompts of the domain and of other kinds. `specengine train learn FOLDER`
 beforehand counts too.
 
     python -m research.use code --folder FOLDER --minutes 30 --prompts PROMPTS --per-set 8 --out FILE

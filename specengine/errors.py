@@ -211,9 +211,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "benchmark": ("bench",),
     "serving": ("serve",),
     "server": ("serve",),
-    "info": ("inspect",),
-    "show": ("inspect",),
-    "list": ("inspect",),
+    "info": ("doctor",),
+    "show": ("doctor",),
 }
 SIMILAR = 0.6  # cutoff of difflib's ratio
 

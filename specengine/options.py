@@ -82,7 +82,7 @@ class LoadOptions(Checked):
     context            tokens of prompt and answer that a text may have; by default as the model's config says
                        (max_position_embeddings, or what scaled positions reach)
     learn              a folder to keep prompts and answers in as token ids; an EAGLE head drafts by what `specengine
-                       learn` has made of it there, without graphs
+                       train learn` has made of it there, without graphs
     progress           called with lines about what takes long; by default they go to stderr
     """
 
@@ -105,7 +105,7 @@ class LoadOptions(Checked):
     policy_options: dict[str, Any] = option(
         NAMES,
         default=dict,
-        help="option of the policy named by --policy, repeatable; `specengine inspect` lists them",
+        help="option of the policy named by --policy, repeatable; `specengine doctor --inspect` lists them",
         flag="policy-option",
     )
     offline: bool = option(TRUTH, default=False, one_way=True, help="never use a network")

@@ -80,7 +80,7 @@ def check_answers(model: str) -> None:
 
 
 def check_commands(model: str) -> None:
-    told = json.loads(run("inspect", "--json"))
+    told = json.loads(run("doctor", "--inspect", "--json"))
     assert told["versions"]["specengine"] == specengine.__version__
     assert {"auto", "salf"} <= set(told["policies"])
     assert run("generate", PROMPT, "--model", model, "--max-new-tokens", "8")

@@ -88,7 +88,7 @@ def test_nothing_is_guessed_where_nothing_is_like_it(name: Any) -> None:
 
 def test_names_of_other_programs_mean_what_is_known() -> None:
     options = {*GenerationOptions.__dataclass_fields__, *LoadOptions.names(), "draft", "stop"}
-    commands = {"chat", "generate", "bench", "serve", "inspect"}
+    commands = {"chat", "generate", "bench", "serve", "doctor"}
     assert {own for meant in ELSEWHERE.values() for own in meant} <= options | commands
 
 

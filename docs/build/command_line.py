@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from specengine.cli.commands import make_parser
+from specengine.cli.parser import Parser
 
 SHARING = 3  # commands that have an option before it counts as common
 
@@ -74,12 +75,11 @@ def _taken(entries: list[_Entry], common: dict[str, list[_Entry]]) -> list[str]:
     return [f"Common options: {', '.join(links)}."] if links else []
 
 
-def commands(
-    parser: argparse.ArgumentParser, name: str
-) -> list[tuple[str, argparse.ArgumentParser]]:
-    """Return the parser and its subparsers with their full names, without those that only hold subparsers."""
+def commands(parser: Parser, name: str) -> list[tuple[str, Parser]]:
+    """Return the parser, its modes and its subparsers by name, without those that only hold subparsers."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     own_entry = [(name, parser)] if not below or any(map(_is_own, parser._actions)) else []
+    own_entry += [(f"{name} {flag}", mode) for flag, mode in parser.modes.items()]
     return own_entry + [
         entry
         for action in below
@@ -101,15 +101,15 @@ def _described(name: str, parser: argparse.ArgumentParser) -> str:
     return _sentence(parser.description)
 
 
-def _entries(parser: argparse.ArgumentParser) -> list[_Entry]:
-    """Return what a command takes, without help and subcommands, which have a heading each."""
+def _entries(parser: Parser) -> list[_Entry]:
+    """Return what a command takes, without help, and without subcommands and modes, which have a heading each."""
     skipped = argparse._HelpAction | argparse._SubParsersAction
     titles = {"positional arguments": "Arguments", None: "Options"}
     return [
         _entry(titles.get(group.title, str(group.title).capitalize()), action, parser)
         for group in parser._action_groups
         for action in group._group_actions
-        if not isinstance(action, skipped)
+        if not isinstance(action, skipped) and parser.modes.keys().isdisjoint(action.option_strings)
     ]
 
 

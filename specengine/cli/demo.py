@@ -1,4 +1,4 @@
-"""specengine demo: one streamed answer, one of its trees, and the same answer timed three ways in one run."""
+"""specengine bench --demo: one streamed answer, one of its trees, and the same answer timed three ways in one run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """specengine doctor: what a model runs on here, how near that is to its limits, and whether speculation pays.
 
-specengine calibrate: the times alone, of all parts of a cycle.
+specengine doctor --calibrate: the times alone, of all parts of a cycle.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from specengine.cli.inspection import (
     print_facts,
     versions,
 )
-from specengine.cli.terminal import Progress, as_json, say, tell
+from specengine.cli.terminal import Progress, say, tell
 from specengine.cli.verdict import Seen, break_even, verdict
 from specengine.costs.measuring import contexts, processor_times, share_of_others, stored
 from specengine.engine import Engine
@@ -49,6 +49,7 @@ ROWS = (1, 2, 4, 8, 16, 32)
 READS, SMALLEST, LARGEST = 7, 64 << 20, 1 << 30  # reads that are timed, and the bytes of one
 OPENING_TOKENS, ROUNDS = 48, 3  # of the answers that are timed
 SECONDS = 6.0  # for them, as far as plain decoding tells
+MEASURED = ("model", "dtype", "backend", "device", "draft")  # of the key of costs
 OBSERVED = ("tokens per pass", "verified per pass", "draft passes", "times plain decoding")
 
 
@@ -188,18 +189,8 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     target, drafter, driver = engine.target, engine.drafter, engine.drivers.own.captured
     costs = stored.find(target, drafter, driver, fresh=True)
     key = stored.identity(target, drafter, driver)
-    if arguments.json:
-        print(as_json({"key": key, "costs": costs.to_dict()}))
-    else:
-        facts = (
-            key["model"],
-            key["dtype"],
-            key["backend"],
-            key["device"],
-            f"draft {key['draft'] or 'none'}",
-        )
-        print(", ".join(facts))
-        print("\n".join(_cost_lines(costs, contexts(target), drafts=drafter is not None)))
+    facts = {"key": key, "costs": costs.to_dict()}
+    print_facts(facts if arguments.json else _tables(key, costs, engine), in_json=arguments.json)
     if costs.doubt is not None:
         say(
             f"specengine: note: these costs are provisional, {costs.doubt}; they are measured again on a quiet machine"
@@ -212,20 +203,20 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cost_lines(costs: PassCosts, contexts: tuple[int, int], *, drafts: bool) -> Iterator[str]:
-    behind = list(dict.fromkeys(contexts)) if costs.verify_growth else [costs.context]
-    tables = {"verified nodes": costs.verify} | ({"drafted from": costs.draft} if drafts else {})
-    for drafting, (title, points) in enumerate(tables.items()):
-        yield f"{title:<16}" + "".join(f"{f'at {context} tokens':>18}" for context in behind)
-        first: list[float] = []
-        for count in sorted(points):
-            sizes = (1, count) if drafting else (count, 1)
-            times = [1e3 * float(costs.table(*sizes, context)[drafting][-1]) for context in behind]
-            first = first or times
-            shown = zip(times, first, strict=True)
-            yield f"{count:>14}  " + "".join(
-                f"{time:>9.2f} ms {time / one:>4.2f} x" for time, one in shown
-            )
-    yield f"{'rest of a cycle':<16}{1e3 * costs.overhead:>9.2f} ms"
-    if costs.padded:
-        yield "captured: every verification takes what the largest tree's does"
+def _tables(key: Mapping[str, Any], costs: PassCosts, engine: Engine) -> dict[str, Any]:
+    """Return what was measured, and the time by number of nodes and by tokens before them."""
+    before = contexts(engine.target) if costs.verify_growth else (costs.context,)
+
+    def times(count: int, *, drafting: bool) -> dict[str, str]:
+        sizes = (1, count) if drafting else (count, 1)
+        each = {n: 1e3 * float(costs.table(*sizes, n)[drafting][-1]) for n in before}
+        return {f"at {n} tokens": f"{time:.2f} ms" for n, time in each.items()}
+
+    drafted = costs.draft if engine.drafter is not None else {}
+    return {
+        "measured": {name: key[name] or "none" for name in MEASURED},
+        "verified nodes": {str(n): times(n, drafting=False) for n in sorted(costs.verify)},
+        "drafted from": {str(n): times(n, drafting=True) for n in sorted(drafted)},
+        "rest of a cycle": [f"{1e3 * costs.overhead:.2f} ms"],
+        "captured": ["every verification takes what the largest tree's does"] * costs.padded,
+    }

@@ -1,4 +1,4 @@
-"""specengine inspect: what is installed here, what it runs on, and what there is to choose from."""
+"""specengine doctor --inspect: what is installed here, what it runs on, and what there is to choose from."""
 
 from __future__ import annotations
 

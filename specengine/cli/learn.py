@@ -1,4 +1,4 @@
-"""specengine learn, and learning during chat and serve: the draft's head goes on training on this user's own texts."""
+"""specengine train learn, and learning during chat and serve: the draft's head trains on this user's own texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     _stand_back()
     from specengine.train.draft.use import Learner
 
-    rounds = Learner(given.load_engine(arguments), progress=say).learn(60 * arguments.minutes)
+    rounds = Learner(given.load_engine(arguments, learn=str(arguments.folder)), progress=say).learn(
+        60 * arguments.minutes
+    )
     print(f"{sum(each.swapped for each in rounds)} of {len(rounds)} rounds gave a better head")
     return 0
 

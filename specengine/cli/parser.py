@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,8 +28,18 @@ class Parser(argparse.ArgumentParser):
             help="show the traceback of an error",
         )
         self.set_defaults(loads=lambda arguments: None)
+        self.modes: dict[str, Parser] = {}
+
+    def add_mode(self, name: str, add: Callable[[Parser], None], text: str) -> None:
+        """Add a flag with which the command does something else, by arguments of its own."""
+        self.add_argument(name, action="store_true", help=text)
+        self.modes[name] = Parser(prog=f"{self.prog} {name}", description=text)
+        add(self.modes[name])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        for name, mode in self.modes.items():
+            if name in args:
+                return mode.parse_known_args([word for word in args if word != name], namespace)
         parsed, unread = super().parse_known_args(args, namespace)
         if unread:  # of this command: what stands after it is its own
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -98,6 +108,29 @@ def policy(text: str) -> str:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def declare(parser: argparse._ActionsContainer, arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add arguments by name, each with what argparse's add_argument takes."""
+    for name, options in arguments.items():
+        parser.add_argument(name, **options)
+
+
+def switch(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+def number(
+    text: str, default: float | None = None, kind: type = int, metavar: str = "N"
+) -> dict[str, Any]:
+    return {"type": kind, "default": default, "metavar": metavar, "help": text}
+
+
+def file(text: str, metavar: str = "FILE") -> dict[str, Any]:
+    return {"type": Path, "metavar": metavar, "help": text}
+
+
+TRACE = file("write every cycle's tree, for `specengine trace`")
 
 
 def add_options(parser: argparse.ArgumentParser, short: str, name: str) -> None:
@@ -238,12 +271,3 @@ def _add_flag(
         action = "store_true" if declared.one_way else argparse.BooleanOptionalAction
         options = {"action": action, "default": declared.default}
     parser.add_argument(*short, flag(declared.dest), help=declared.help, **options)
-
-
-def add_trace_file(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write every cycle's tree, for `specengine trace`",
-    )

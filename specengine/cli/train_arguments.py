@@ -9,7 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specengine.cli.parser import PROMPT_FORMATS, add_options, add_target
+from specengine.cli.parser import (
+    PROMPT_FORMATS,
+    add_draft,
+    add_model,
+    add_options,
+    add_target,
+    declare,
+    file,
+    number,
+)
 from specengine.errors import declared_in
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.draft.options import LOSSES, RECIPES, Loss, TrainOptions
@@ -81,7 +90,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
             name, help=text, description=text, formatter_class=keeps_lines
         )
         command.set_defaults(run=f"specengine.cli.train:run_{name}", goes_on="folder")
-        command.add_argument("folder", type=Path, metavar="FOLDER", help=folder)
+        declare(command, {"folder": file(folder, "FOLDER")})
         add_to(command)
     parser.epilog = "The networks of the policy ltd are trained in a checkout: python -m research.ltd train --help"
 
@@ -203,6 +212,14 @@ def _add_classifier(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_learn(parser: argparse.ArgumentParser) -> None:
+    minutes = "to learn for; fewer once nothing helps (default 10)"
+    declare(parser, {"--minutes": number(minutes, 10.0, float)})
+    add_model(parser)
+    add_draft(parser.add_argument_group("draft"))
+    parser.set_defaults(policy=None, goes_on="", run="specengine.cli.learn:run")
+
+
 # For each kind of `specengine train`: its arguments, its function, and the content of its folder.
 PARTS = {
     "data": (
@@ -219,5 +236,10 @@ PARTS = {
         _add_classifier,
         "train the classifier of a policy, on trees that the draft grows and the target verifies",
         "folder of the trees and the classifier; continues a collection that stopped",
+    ),
+    "learn": (
+        _add_learn,
+        "train the draft's head on the texts that chat and serve kept with --learn",
+        "a folder that chat or serve filled with --learn FOLDER",
     ),
 }

@@ -105,7 +105,7 @@ def _verdict(device: str, costs: PassCosts | None, averages: Seen | None) -> str
         if needed is None:
             return (
                 f"Whether speculation pays on this {kind} is not known: a pass brought {averages.tokens:.2f} tokens, "
-                "and what it costs was not measured (specengine calibrate)."
+                "and what it costs was not measured (specengine doctor)."
             )
         gain = averages.tokens / needed
     advice = "; for such texts decode with policy 'plain'" if gain < 1 - SAME else ""

@@ -190,6 +190,7 @@ def test_every_command_formats_its_help_and_says_what_each_argument_is() -> None
 
 def every_parser(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield parser
+    yield from getattr(parser, "modes", {}).values()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():

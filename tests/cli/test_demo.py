@@ -1,4 +1,4 @@
-"""`specengine demo`: three ways compared, in bounded time."""
+"""`specengine bench --demo`: three ways compared, in bounded time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def cells(out: str) -> dict[str, dict[str, str]]:
 
 def test_demo_compares_three_ways(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(bench, "MIN_TIMED_TOKENS", 1)
-    assert main(["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]) == 0
+    assert (
+        main(["bench", "--demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]) == 0
+    )
     out, err = capsys.readouterr()
     compared = cells(out)
     assert {"plain", "generate", "speculative"} <= set(compared)
@@ -48,7 +50,7 @@ def test_a_difference_is_a_fault(folder: str, capsys: Any, monkeypatch: Any) -> 
     monkeypatch.setattr(cycle, "walk", accept_blindly)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     arguments = ["--policy", "eagle", "--prompt", PROMPT, "--max-new-tokens", "24", "--rounds", "1"]
-    assert main(["demo", "--model", folder, *arguments]) == 1
+    assert main(["bench", "--demo", "--model", folder, *arguments]) == 1
     assert cells(capsys.readouterr().out)["speculative"]["mismatch"] == "1"
 
 
@@ -61,7 +63,7 @@ def test_demo_counts_near_ties(folder: str, capsys: Any, monkeypatch: Any) -> No
         return answer._replace(tokens=[*answer.tokens[:-1], answer.tokens[-1] ^ 1])
 
     monkeypatch.setattr(ways.Generate, "__call__", otherwise)
-    arguments = ["demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]
+    arguments = ["bench", "--demo", "--model", folder, "--max-new-tokens", "24", "--rounds", "1"]
     assert main(arguments) == 0
     assert cells(capsys.readouterr().out)["generate"]["mismatch"] == "1"
     monkeypatch.setattr(checking, "near_tie_logits", lambda _: 60.0)
@@ -80,7 +82,7 @@ def test_demo_is_strict_where_it_can_be(folder: str, capsys: Any, monkeypatch: A
         return real(*arguments, **options)
 
     monkeypatch.setattr(Engine, "from_pretrained", noted)
-    arguments = ["demo", "--model", folder, "--max-new-tokens", "8", "--rounds", "1"]
+    arguments = ["bench", "--demo", "--model", folder, "--max-new-tokens", "8", "--rounds", "1"]
     reason = "strict"
     assert main(arguments) == 0
     assert asked == [True, False]
@@ -96,7 +98,8 @@ def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
     folder: str, capsys: Any, monkeypatch: Any
 ) -> None:
     arguments = [
-        "demo",
+        "bench",
+        "--demo",
         "--model",
         folder,
         "--policy",
@@ -122,7 +125,7 @@ def test_demo_draws_a_tree_in_colour_on_a_terminal_alone(
 def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(demo, "MAX_TIMING_SECONDS", 0.0)
     arguments = ["--max-new-tokens", "24", "--prompt", PROMPT]
-    assert main(["demo", "--model", folder, *arguments]) == 0
+    assert main(["bench", "--demo", "--model", folder, *arguments]) == 0
     out, err = capsys.readouterr()
     assert "1 of 3 rounds, 16 tokens instead of 24 are timed" in err
     assert "; 1 round; temperature 0, 16 tokens" in out
@@ -130,13 +133,13 @@ def test_demo_ends_in_time(folder: str, capsys: Any, monkeypatch: Any) -> None:
 
 
 def test_demo_needs_a_round(capsys: Any) -> None:
-    assert main(["demo", "--rounds", "0"]) == 2
+    assert main(["bench", "--demo", "--rounds", "0"]) == 2
     assert "rounds: got 0, accepted 1 or more" in capsys.readouterr().err
 
 
 def test_without_a_draft_there_is_no_verdict_on_it(folder: str, capsys: Any) -> None:
     arguments = ["--draft", "none", "--max-new-tokens", "8", "--rounds", "1"]
-    assert main(["demo", "--model", folder, *arguments]) == 0
+    assert main(["bench", "--demo", "--model", folder, *arguments]) == 0
     assert capsys.readouterr().out.endswith("is not known: no answer was drafted.\n")
 
 

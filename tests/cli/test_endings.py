@@ -135,7 +135,7 @@ def test_the_default_model_says_what_it_needs(unusable: str, capsys: Any) -> Non
     assert "SPECENGINE_CACHE" in err
 
 
-@pytest.mark.parametrize("words", [["list"], ["clean", "--yes"], ["inspect"]])
+@pytest.mark.parametrize("words", [["list"], ["clean", "--yes"], ["doctor", "--inspect"]])
 def test_what_looks_at_the_cache_expects_none(words: list[str], unusable: str, capsys: Any) -> None:
     assert main(words) in (0, 2)
     assert "--debug" not in capsys.readouterr().err

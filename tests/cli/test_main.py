@@ -14,6 +14,7 @@ import pytest
 import specengine
 from specengine import cycle
 from specengine.cli import main
+from specengine.cli.commands import FORMER
 from tests.cli.streams import PROMPT
 
 
@@ -112,7 +113,7 @@ def test_who_waits_at_a_terminal_is_told_what_is_loading(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(given) == 0
     assert capsys.readouterr().err.startswith(f"Loading {folder}, {folder}\n")
-    assert main(["inspect", "--json"]) == 0
+    assert main(["doctor", "--inspect", "--json"]) == 0
     assert "Loading" not in capsys.readouterr().err, "no model was named"
 
 
@@ -137,6 +138,42 @@ def test_a_reader_that_has_gone_is_no_traceback(
     with (tmp_path / "out").open("w") as file:
         monkeypatch.setattr(sys, "stdout", Gone())
         assert main(["generate", PROMPT, "--model", folder, "--max-new-tokens", "2"]) == 1
+
+
+@pytest.mark.parametrize("former", FORMER)
+@pytest.mark.parametrize("before", [[], ["--debug"]])
+def test_former_names_work_and_say_what_to_write(
+    former: str, before: list[str], capsys: Any
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*before, former, "--help"])
+    out, err = capsys.readouterr()
+    now = " ".join(FORMER[former])
+    assert out.startswith(f"usage: specengine {now} ")
+    assert err == (
+        f"specengine: note: write `specengine {now}`; the next version drops the name `{former}`\n"
+    )
+
+
+def test_a_former_name_is_a_command_in_the_first_place_alone(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "demo", "--help"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        (["doctor", "--ops"], "--ops"),
+        (["doctor", "--calibrate", "--ops"], "--ops"),
+        (["bench", "--way", "auto", "--demo"], "--way auto"),
+        (["bench", "--policy=plain"], "--policy=plain"),
+    ],
+)
+def test_a_mode_has_arguments_of_its_own(words: list[str], unread: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"error: unrecognized arguments: {unread}" in capsys.readouterr().err
 
 
 def test_version(capsys: Any) -> None:

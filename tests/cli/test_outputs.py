@@ -87,7 +87,7 @@ def test_tables_trees_and_reports_fit_any_output(
         ["trace", trace],
         ["check", "é✓", "--policy", "eagle", "--draft", "ngram", "--out", report, "--json", *given],
         ["check", "é✓", "--policy", "eagle", "--draft", "ngram", *given],
-        ["inspect", "--model", strange],
+        ["doctor", "--inspect", "--model", strange],
     ):
         raw = output(monkeypatch, encoding)
         assert main(command) == 0

@@ -181,7 +181,7 @@ def test_the_command_line_and_ways_take_both(
 def test_inspect_lists_plug_ins_that_can_be_loaded(
     installed: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", "--json"]) == 0
+    assert main(["doctor", "--inspect", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["policies"]["comb-plugin"]["options"] == {"teeth": 3, "passes": 4}
     assert told["policies"]["broken"]["about"].startswith("policy: plug-in broken of my-shapes")

@@ -427,13 +427,13 @@ def test_the_command(
 ) -> None:
     monkeypatch.setattr(os, "nice", lambda by: by)
     folder, model = str(tmp_path / "use"), ["--model", str(made.model), "--draft", str(made.head)]
-    assert main(["learn", folder, *model]) == 2
+    assert main(["train", "learn", folder, *model]) == 2
     assert "too few" in capsys.readouterr().err
-    assert main(["learn", folder, *model, "--minutes", "0"]) == 2
+    assert main(["train", "learn", folder, *model, "--minutes", "0"]) == 2
     assert "minutes: got 0" in capsys.readouterr().err
     used(made, Path(folder := str(tmp_path / "used")))
     monkeypatch.setattr("specengine.train.draft.use.GENERAL", made_general())
-    assert main(["learn", folder, *model, "--minutes", "0.0001"]) == 0
+    assert main(["train", "learn", folder, *model, "--minutes", "0.0001"]) == 0
     printed = capsys.readouterr()
     assert printed.out in (
         "0 of 1 rounds gave a better head\n",
