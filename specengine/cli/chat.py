@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -13,15 +14,24 @@ from typing import Any
 
 from specengine.cli import given, learn
 from specengine.cli.commands import CHAT_COMMANDS
-from specengine.cli.terminal import Markdown, say, typed, write
+from specengine.cli.terminal import Markdown, Progress, has_toolkit, say, typed, write
 from specengine.cli.verdict import Seen, break_even, known_costs, verdict
-from specengine.engine import Engine, Session
-from specengine.errors import Declaration, InputError, SpecEngineError, did_you_mean
+from specengine.engine import Engine, TextGeneration
+from specengine.errors import (
+    Declaration,
+    InputError,
+    SpecEngineError,
+    did_you_mean,
+    install_command,
+    shown,
+)
 from specengine.files import MARK, atomic, read_object, writing
 from specengine.records import Stats
 from specengine.request.declared import flags
 from specengine.trace import TraceWriter
 
+ENDS = ["/quit", "/exit", "/bye", "/q"]
+LONG_TOKENS = 256  # of what is added to a prompt: reading them takes a while
 TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -55,11 +65,16 @@ class Chat:
         self.session = engine.session(given.messages(arguments))
         self.markdown = Markdown.where_wanted(arguments.markdown, interactive=interactive)
         self.answers: list[Stats] = []
+        self.cut: list[int] = []  # prompt and answer, where the last one ended by its length
+        self.read = 0  # tokens of the last prompt and its answer
         self.commands = {
             "/help": self._help,
             "/reset": self._reset,
             "/set": self._set,
             "/stats": self._stats,
+            "/more": self._more,
+            "/retry": lambda rest: self._answer(self._last("retry")),
+            "/undo": lambda rest: say(f"taken back: {shown(self._last('undo'))}"),
             "/save": self._save,
             "/load": self._load,
         }
@@ -67,22 +82,18 @@ class Chat:
     def run(self) -> None:
         if self.interactive:
             self._help("")
-        for line in typed(self._stopped) if self.interactive else _piped_lines():
-            if line == "/quit":
+            if not has_toolkit():
+                say(
+                    f"Each pasted line is a message here; for one of many: {install_command('chat')}"
+                )
+        for line in typed(lambda: self._help("")) if self.interactive else _piped_lines():
+            if line in ENDS:
                 break
             try:
                 if line.startswith("/") and not line.startswith("//"):
                     self._command(*line.split(maxsplit=1))
                 elif line:
-                    self.answers.append(
-                        _answer(
-                            self.session,
-                            line.removeprefix("/"),
-                            self.arguments,
-                            self.trace,
-                            self.markdown,
-                        )
-                    )
+                    self._answer(line.removeprefix("/"))
             except SpecEngineError as error:
                 if not self.interactive:
                     raise
@@ -90,25 +101,89 @@ class Chat:
         if self.interactive and self.answers:
             say(self._verdict())
 
-    def _stopped(self) -> None:
-        """Answer to Ctrl-C at the prompt."""
-        say("")
-        self._help("")
-
     def _command(self, name: str, rest: str = "") -> None:
         if name in self.commands:
             self.commands[name](rest.strip())
         else:
-            accepted = [*self.commands, "/quit"]
+            accepted = [*self.commands, *ENDS]
             say(f"unknown command {name}{did_you_mean(name, accepted)}: {CHAT_COMMANDS}")
+
+    # ---- answers
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of the next answer, by default as long as the context lets it be."""
+        return {"max_new_tokens": self.engine.target.max_context} | given.generation_options(
+            self.arguments
+        )
+
+    def _answer(self, text: str) -> None:
+        """Answer a message. Ctrl-C stops the answer, and the text so far stays in the conversation."""
+        turn = self.session.stream(text, **self._options())
+        if len(self.session.messages) <= 1:
+            given.note_idle_options(self.arguments, turn)
+        shown_text = self._show(turn)
+        if turn.result is None and shown_text:
+            self.session.messages += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": shown_text},
+            ]
+
+    def _show(self, turn: TextGeneration) -> str:
+        """Show an answer as it comes, then its figures. Return its text."""
+        texts: list[str] = []
+        show, end = (
+            (write, lambda: write("\n"))
+            if self.markdown is None
+            else (self.markdown.write, self.markdown.end)
+        )
+        stats, state = turn.stats, ""
+        try:
+            with contextlib.ExitStack() as waiting, given.follow(turn, self.trace) as pieces:
+                if (new := len(turn.prompt) - self.read) >= LONG_TOKENS:
+                    waiting.enter_context(Progress(1).step(f"reading {new:,} tokens"))
+                for piece in pieces:
+                    waiting.close()
+                    texts.append(piece.text)
+                    show(piece.text)
+        except KeyboardInterrupt:
+            turn.close()
+            state = "stopped, "
+        finally:
+            end()
+        self.read, self.cut = len(turn.prompt) + stats.num_generated_tokens, []
+        if turn.result is not None and turn.result.finish_reason == "length":
+            self.cut, state = [*turn.prompt, *turn.result.token_ids], "cut; continue with /more; "
+        self.answers.append(stats)
+        say(
+            f"({state}{stats.num_generated_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
+            f"acceptance length {stats.mean_acceptance_length:.2f})"
+        )
+        return "".join(texts)
 
     # ---- commands
 
     def _help(self, rest: str) -> None:
         say(textwrap.fill(CHAT_COMMANDS, shutil.get_terminal_size().columns))
 
+    def _more(self, rest: str) -> None:
+        if not self.cut:
+            raise InputError("more: the last answer was not cut")
+        turn = TextGeneration(self.engine, self.cut, self._options(), reuse_cache=True)
+        self.session.messages[-1]["content"] += self._show(turn)
+
+    def _last(self, command: str) -> str:
+        """Take the last message of the user and what follows out of the conversation. Return its text."""
+        messages = self.session.messages
+        places = [place for place, each in enumerate(messages) if each["role"] == "user"]
+        if not places:
+            raise InputError(f"{command}: there is no message yet")
+        text = messages[places[-1]]["content"]
+        del messages[places[-1] :]
+        self.cut = []
+        return text
+
     def _reset(self, rest: str) -> None:
-        self.session = self.engine.session(given.messages(self.arguments))
+        self.session, self.cut = self.engine.session(given.messages(self.arguments)), []
         say("The conversation starts over.")
 
     def _set(self, rest: str) -> None:
@@ -141,8 +216,10 @@ class Chat:
 
     def _set_system(self, text: str) -> None:
         self.arguments.system = text or None
-        rest = [message for message in self.session.messages if message["role"] != "system"]
-        self.session.messages[:] = [*given.messages(self.arguments), *rest]
+        self.session.messages[:] = [
+            *given.messages(self.arguments),
+            *(message for message in self.session.messages if message["role"] != "system"),
+        ]
         say(f"  system {text or 'none'}")
 
     def _stats(self, rest: str) -> None:
@@ -165,28 +242,35 @@ class Chat:
         if averages is not None and costs is not None:
             slower = break_even(costs, averages.nodes, averages.passes) / averages.tokens
             plain = f"; plain decoding would make about {slower * later / seconds:.1f}, by measured costs"
-        return f"{tokens} tokens, {later / seconds:.1f} per second behind the first{plain}"
+        return f"{tokens} tokens, {later / seconds:.1f} per second after the first{plain}"
 
     def _verdict(self) -> str:
-        averages = Seen.of(self.answers) if self.engine.drafter is not None else None
-        return verdict(self.engine.target.device.type, known_costs(self.engine), averages)
+        return verdict(
+            self.engine.target.device.type,
+            known_costs(self.engine),
+            Seen.of(self.answers) if self.engine.drafter is not None else None,
+        )
 
     def _save(self, rest: str) -> None:
         file = _file("save", rest)
         if file.exists() and _messages(file) is None:
             raise InputError(f"save: {file} is there and holds no conversation; name another file")
-        text = json.dumps({"messages": self.session.messages}, ensure_ascii=False)
         with writing(file, "save"), atomic(file) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+            temporary.write_text(
+                json.dumps({"messages": self.session.messages}, ensure_ascii=False) + "\n",
+                encoding="utf-8",
+            )
         say(f"{len(self.session.messages)} messages are in {file}")
 
     def _load(self, rest: str) -> None:
         file = _file("load", rest)
+        if not file.is_file():
+            raise InputError(f"load: there is no file {file}")
         messages = _messages(file)
         if messages is None:
             raise InputError(f"load: {file} holds no conversation that /save wrote")
-        self.session = self.engine.session(messages)
-        say(f"The conversation of {file} goes on, behind {len(messages)} messages.")
+        self.session, self.cut = self.engine.session(messages), []
+        say(f"The conversation of {file} goes on after {len(messages)} messages.")
 
 
 def _value(declared: Declaration, text: str, before: Any) -> Any:
@@ -231,42 +315,3 @@ def _piped_lines() -> Iterator[str]:
         raise InputError(
             f"prompt: standard input is not UTF-8 ({error.reason}); write it as UTF-8"
         ) from error
-
-
-def _answer(
-    session: Session,
-    text: str,
-    arguments: argparse.Namespace,
-    trace: TraceWriter | None = None,
-    markdown: Markdown | None = None,
-) -> Stats:
-    """Stream one answer. Ctrl-C stops it, and the text so far stays in the conversation. Returns its statistics."""
-    turn = session.stream(text, **given.generation_options(arguments))
-    if len(session.messages) <= 1:
-        given.note_idle_options(arguments, turn)
-    said: list[str] = []
-    show, end = (write, lambda: write("\n")) if markdown is None else (markdown.write, markdown.end)
-    try:
-        with given.follow(turn, trace) as pieces:
-            for piece in pieces:
-                said.append(piece.text)
-                show(piece.text)
-    except KeyboardInterrupt:
-        turn.close()
-        if turn.result is None and any(said):
-            answer = {"role": "assistant", "content": "".join(said)}
-            session.messages += [{"role": "user", "content": text}, answer]
-        end()
-        say("(stopped)")
-    except BaseException:
-        if markdown is not None:
-            end()
-        raise
-    else:
-        end()
-    stats = turn.stats
-    say(
-        f"({stats.num_generated_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
-        f"acceptance length {stats.mean_acceptance_length:.2f})"
-    )
-    return stats

@@ -92,13 +92,12 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> dict[str, str]:
-    threads = torch.get_num_threads()
-    by_name = {
-        "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
-    }
     integers = ", ".join(instruction_sets("integer"))
-    by_name["cpu"] += f"; native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
-    by_name["cpu"] += f"; integer numerics: {integers}" if integers else ""
+    by_name = {
+        "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; "
+        f"native forward: {', '.join(instruction_sets()) or NOT_BUILT}"
+        f"{'; integer numerics: ' * bool(integers)}{integers}"
+    }
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"

@@ -221,14 +221,9 @@ def add_draft_and_policy(
     accepted = (
         ", ".join(POLICIES) + ", NAME/PRESET, a plug-in's name, or FILE.py:CLASS, whose code is run"
     )
-    if several_policies:
-        more: dict[str, Any] = {
-            "action": "append",
-            "help": f"{accepted} (default: the draft's); repeatable",
-        }
-    else:
-        more = {"help": f"{accepted} (default: the draft's)"}
-    group.add_argument("--policy", type=policy, metavar="NAME", **more)
+    several: dict[str, Any] = {"action": "append"} if several_policies else {}
+    text = f"{accepted} (default: the draft's){'; repeatable' * several_policies}"
+    group.add_argument("--policy", type=policy, metavar="NAME", help=text, **several)
     _add_flag(group, LOADING["policy_options"], "-o")
     return group
 

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ REMEMBERED = 1000  # lines of readline's history
 
 def typed(stopped: Callable[[], None]) -> Iterator[str]:
     """Yield messages until Ctrl-D. Ctrl-C drops the one that is being typed, and calls `stopped`."""
-    with _by_toolkit() if _has_toolkit() else _by_readline() as read:
+    with _by_toolkit() if has_toolkit() else _by_readline() as read:
         while True:
             try:
                 yield _message(read)
@@ -136,6 +137,7 @@ def typed(stopped: Callable[[], None]) -> Iterator[str]:
                 write("\n")
                 return
             except KeyboardInterrupt:
+                say("")
                 stopped()
 
 
@@ -150,7 +152,7 @@ def _message(read: Callable[[str], str]) -> str:
     return text.rstrip().removesuffix(FENCE).strip()
 
 
-def _has_toolkit() -> bool:
+def has_toolkit() -> bool:
     return importlib.util.find_spec("prompt_toolkit") is not None
 
 
@@ -207,15 +209,23 @@ def history_file(name: str) -> Path | None:
 FENCES = ("```", "~~~")  # of code, in which an empty line ends no block
 
 
+REDRAWN_SECONDS = 0.1  # between two looks of a block that is being written
+
+
 class Markdown:
-    """Draws the text of one answer after the other."""
+    """Draws the text of one answer after the other.
+
+    A block that has ended stays; the last one is drawn anew, as far as the window holds it. What a taller one has
+    scrolled out of the window stays as well.
+    """
 
     def __init__(self, file: Any = None) -> None:
         self._console = importlib.import_module("rich.console").Console(file=file, highlight=False)
         self._drawn = importlib.import_module("rich.markdown").Markdown
-        self._live_of = importlib.import_module("rich.live").Live
         self._text, self._printed = "", False
-        self._live: Any = None
+        self._scrolled = self._shown = 0  # lines of the last block: out of the window, and in it
+        self._drawn_at = 0.0
+        self._redraws = self._console.is_terminal and not self._console.is_dumb_terminal
 
     @classmethod
     def where_wanted(cls, requested: bool | None, *, interactive: bool) -> Markdown | None:
@@ -236,35 +246,33 @@ class Markdown:
         self._text += text
         whole, rest = finished(self._text)
         if whole:
-            self._stop()
-            self._print(whole)
-            self._text = rest
-        if self._text.strip():
-            if self._live is None:
-                self._live = self._live_of(
-                    console=self._console, transient=True, refresh_per_second=8
-                )
-                self._live.start()
-            self._live.update(self._drawn(self._text))
+            self._draw(whole)
+            self._text, self._printed = rest, True
+            self._scrolled = self._shown = 0
+        elif time.monotonic() - self._drawn_at < REDRAWN_SECONDS:
+            return
+        if self._text.strip() and self._redraws:
+            self._draw(self._text)
+            self._drawn_at = time.monotonic()
 
     def end(self) -> None:
         """End an answer, and be ready for the next one."""
-        self._stop()
         if self._text.strip():
-            self._print(self._text)
+            self._draw(self._text)
         self._text, self._printed = "", False
+        self._scrolled = self._shown = 0
 
-    def _stop(self) -> None:
-        if self._live is not None:
-            with contextlib.suppress(Exception):  # a terminal that is gone
-                self._live.stop()
-            self._live = None
-
-    def _print(self, text: str) -> None:
-        if self._printed:
-            self._console.print()
-        self._console.print(self._drawn(text.strip("\n")))
-        self._printed = True
+    def _draw(self, text: str) -> None:
+        """Draw the last block in place of what is shown of it. The cursor is left below, where ^C breaks no line."""
+        with self._console.capture() as captured:
+            self._console.print(self._drawn(text.strip("\n")))
+        lines = ["\n"] * self._printed + captured.get().splitlines(keepends=True)
+        lines = lines[self._scrolled :]
+        up = f"\x1b[{self._shown}A" if self._shown else ""
+        self._console.file.write("".join([f"\r{up}\x1b[J" * self._redraws, *lines]))
+        self._console.file.flush()
+        self._shown = min(len(lines), self._console.height - 1)
+        self._scrolled += len(lines) - self._shown
 
 
 def finished(text: str) -> tuple[str, str]:

@@ -124,22 +124,20 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FOLDER",
-        help="text to train on (default: the recipe's is written first)",
-    )
-    parser.add_argument(
-        "--hours",
-        type=float,
-        metavar="H",
-        help="time for text and training together, over all calls, which chooses the numbers of tokens and of steps "
-        "(default: the recipe's)",
-    )
-    usual = RECIPES[DEFAULT_RECIPE]
-    parser.add_argument(
-        "--loss", help=f"{', '.join(LOSSES)} (default: the recipe's, {usual.loss.name})"
+    usual = RECIPES[DEFAULT_RECIPE].loss.name
+    declare(
+        parser,
+        {
+            "--data": file("text to train on (default: the recipe's is written first)", "FOLDER"),
+            "--hours": number(
+                "time for text and training together, over all calls, which chooses the numbers of tokens and of "
+                "steps (default: the recipe's)",
+                None,
+                float,
+                "H",
+            ),
+            "--loss": {"help": f"{', '.join(LOSSES)} (default: the recipe's, {usual})"},
+        },
     )
     add_options(parser, "-o", "option")
     add_options(parser, "-l", "loss-option")
@@ -185,12 +183,12 @@ def _without_name(loss: Loss) -> dict[str, Any]:
 
 def _add_classifier(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=SETTINGS, required=True, help="policy to train for")
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="text of `train data`: its first users' turns"
-    )
-    prompts.add_argument(
-        "--prompts", type=Path, metavar="FILE", help=f"prompts of your own. {PROMPT_FORMATS}"
+    declare(
+        parser.add_mutually_exclusive_group(required=True),
+        {
+            "--data": file("text of `train data`: its first users' turns", "FOLDER"),
+            "--prompts": file(f"prompts of your own. {PROMPT_FORMATS}"),
+        },
     )
     add_target(parser)
     parser.add_argument("--draft", help="as for generate (default: the target's)")
@@ -213,8 +211,10 @@ def _add_classifier(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_learn(parser: argparse.ArgumentParser) -> None:
-    minutes = "to learn for; fewer once nothing helps (default 10)"
-    declare(parser, {"--minutes": number(minutes, 10.0, float)})
+    declare(
+        parser,
+        {"--minutes": number("to learn for; fewer once nothing helps (default 10)", 10.0, float)},
+    )
     add_model(parser)
     add_draft(parser.add_argument_group("draft"))
     parser.set_defaults(policy=None, goes_on="", run="specengine.cli.learn:run")

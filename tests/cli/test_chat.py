@@ -15,6 +15,7 @@ import specengine
 from specengine import cycle
 from specengine.cli import chat, main, terminal
 from specengine.cli.commands import make_parser
+from specengine.errors import InputError
 from tests.cli.streams import Terminal, pipe_in
 
 
@@ -53,7 +54,7 @@ def test_chat_passes_errors_on_when_piped(folder: str, capsys: Any, monkeypatch:
 
 @pytest.fixture(autouse=True)
 def _without_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(terminal, "has_toolkit", lambda: False)
     monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path / "cache")
 
 
@@ -91,7 +92,7 @@ def type_in(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> Non
         ("/set", "max_new_tokens 12"),
         ("/set", "names: system, max_new_tokens, temperature"),
         ("/save", "error: save: name a file"),
-        ("/load nowhere.json", "error: load: nowhere.json holds no conversation"),
+        ("/load nowhere.json", "error: load: there is no file nowhere.json"),
         ("/stats", "Nothing was answered yet."),
         ("/stat", "unknown command /stat; did you mean /stats?"),
     ],
@@ -139,7 +140,7 @@ def test_statistics_have_plain_decoding_beside_them(
     assert main([*CHAT, folder]) == 0
     err = capsys.readouterr().err
     assert re.search(
-        r"all answers +12 tokens, [\d.]+ per second behind the first; plain decoding would make",
+        r"all answers +12 tokens, [\d.]+ per second after the first; plain decoding would make",
         err,
     )
     assert err.count("Speculation ") == 2, "and at the end of the conversation"
@@ -230,14 +231,12 @@ def test_ctrl_c_stops_the_answer_and_the_session_goes_on(
     assert whole.startswith(part)
     assert len(part) < len(whole)
     assert rest == f"{whole}\n\n"
-    assert "(stopped)" in err
+    assert "(stopped, " in err
 
 
 def test_a_stopped_answer_stays_in_the_conversation(
     folder: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    made = specengine.Engine.from_pretrained(folder)
-    session = made.session()
     real, calls = chat.write, []
 
     def write(text: str) -> None:
@@ -247,9 +246,67 @@ def test_a_stopped_answer_stays_in_the_conversation(
         real(text)
 
     monkeypatch.setattr(chat, "write", write)
-    parsed = make_parser().parse_args(["chat", "--max-new-tokens", "12"])
-    chat._answer(session, "hello", parsed)
-    assert [message["role"] for message in session.messages] == ["user", "assistant"]
-    assert session.messages[1]["content"] == "".join(calls[:2])
-    chat._answer(session, "again", parsed)
-    assert len(session.messages) == 4
+    talk = of(folder)
+    talk._answer("hello")
+    assert [message["role"] for message in talk.session.messages] == ["user", "assistant"]
+    assert talk.session.messages[1]["content"] == "".join(calls[:2])
+    talk._answer("again")
+    assert len(talk.session.messages) == 4
+
+
+def of(folder: str, *words: str) -> chat.Chat:
+    engine = specengine.Engine.from_pretrained(folder)
+    parsed = make_parser().parse_args(["chat", "--max-new-tokens", "12", *words])
+    return chat.Chat(engine, parsed, None, interactive=False)
+
+
+def test_an_answer_that_was_cut_goes_on(folder: str, capsys: Any) -> None:
+    talk = of(folder)
+    talk._answer("hello")
+    assert "(cut; continue with /more; 12 tokens, " in capsys.readouterr().err
+    talk._command("/more")
+    (whole,) = turns(folder, "hello", max_new_tokens=24)
+    assert [message["content"] for message in talk.session.messages] == ["hello", whole]
+    assert talk.cut, "and on"
+    talk._command("/undo")
+    with pytest.raises(InputError, match=r"more: the last answer was not cut"):
+        talk._command("/more")
+
+
+def test_turns_are_answered_again_and_taken_back(folder: str, capsys: Any) -> None:
+    talk = of(folder, "--system", "Be short.")
+    talk._answer("hello")
+    first = [dict(message) for message in talk.session.messages]
+    talk._answer("again")
+    talk._command("/undo")
+    assert "taken back: 'again'" in capsys.readouterr().err
+    assert talk.session.messages == first
+    talk._command("/retry")
+    assert talk.session.messages == first, "greedy"
+    talk._command("/undo")
+    assert [message["role"] for message in talk.session.messages] == ["system"]
+    with pytest.raises(InputError, match=r"retry: there is no message yet"):
+        talk._command("/retry")
+
+
+def test_an_answer_is_cut_by_the_context_alone_unless_asked(folder: str) -> None:
+    talk = of(folder)
+    assert talk._options()["max_new_tokens"] == 12
+    talk._command("/set", "max_new_tokens")
+    assert talk._options()["max_new_tokens"] == 2048
+
+
+@pytest.mark.parametrize("end", chat.ENDS)
+def test_the_ends_of_a_conversation(folder: str, capsys: Any, monkeypatch: Any, end: str) -> None:
+    type_in(monkeypatch, end, "never read")
+    assert main([*CHAT, folder]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_long_prompt_is_said_to_be_read(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    talk = of(folder)
+    talk._answer("hello")
+    assert "reading" not in capsys.readouterr().err
+    talk._answer("x" * 300)
+    assert re.search(r"reading 3\d\d tokens\r\x1b\[K\(", capsys.readouterr().err)

@@ -16,7 +16,7 @@ from specengine.cli import terminal
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(terminal, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(terminal, "has_toolkit", lambda: False)
     return tmp_path
 
 
@@ -72,7 +72,7 @@ def test_the_history_stays_and_is_the_users_alone(cache: Path, monkeypatch: Any)
 def test_a_folder_that_cannot_be_written_keeps_no_history(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(terminal, "cache_dir", lambda: tmp_path / "file")
-    monkeypatch.setattr(terminal, "_has_toolkit", lambda: False)
+    monkeypatch.setattr(terminal, "has_toolkit", lambda: False)
     assert messages(monkeypatch, "one") == (["one"], 0)
 
 

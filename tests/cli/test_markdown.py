@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from specengine.cli import terminal
 from specengine.cli.terminal import Markdown, finished
 from tests.cli.streams import Terminal
 
@@ -117,3 +118,98 @@ def test_what_is_drawn_has_no_colours_where_none_are_wanted(
     assert bool(re.search(r"\x1b\[(\d+;)*[34][0-8]", drawn)) is colours
     assert ("\x1b" in drawn) is escapes
     assert "The end." in drawn
+
+
+# ---- a window, in which a block may be taller than what is seen
+
+WIDTH, HEIGHT = 50, 14
+
+
+class Window(Terminal):
+    """A terminal that keeps its lines: those in the window, and above them those that have left it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines, self.row, self.column = [""], 0, 0
+
+    def write(self, text: str) -> int:
+        for command in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|[^\x1b]", text):
+            self._do(command)
+        return len(text)
+
+    def _do(self, command: str) -> None:
+        if command.endswith("A") and len(command) > 1:
+            top = max(0, len(self.lines) - HEIGHT)
+            self.row = max(top, self.row - int(command[2:-1]))
+        elif command == "\x1b[J":
+            del self.lines[self.row + 1 :]
+            self.lines[self.row] = self.lines[self.row][: self.column]
+        elif command == "\r":
+            self.column = 0
+        elif command == "\n":
+            self._down()
+        elif len(command) == 1:
+            if self.column == WIDTH:
+                self._down()
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + command + line[self.column + 1 :]
+            self.column += 1
+
+    def _down(self) -> None:
+        self.row, self.column = self.row + 1, 0
+        if self.row == len(self.lines):
+            self.lines.append("")
+
+
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> Window:
+    pytest.importorskip("rich")
+    for name, value in (("COLUMNS", WIDTH), ("LINES", HEIGHT), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(terminal, "REDRAWN_SECONDS", 0.0)
+    return Window()
+
+
+LISTED = "Numbers:\n\n" + "".join(f"{n}. the number {n}\n" for n in range(1, 31))
+CODE = "```python\n" + "".join(f"x{n} = {n}\n" for n in range(40)) + "```\n"
+
+
+@pytest.mark.parametrize("text", [LISTED, CODE, TEXT], ids=["list", "code", "blocks"])
+@pytest.mark.parametrize("size", [3, 17])
+def test_blocks_taller_than_the_window_scroll(window: Window, text: str, size: int) -> None:
+    view, seen = Markdown(window), 0
+    for at in range(0, len(text), size):
+        view.write(text[at : at + size])
+        written = [line.split() for line in text[:at].splitlines() if line.strip("`- ")]
+        if at and text is LISTED and len(written) > 1:
+            last = " ".join(window.lines).split()
+            assert written[-2][-1] in last, "what was written before is on the screen"
+            seen += 1
+    view.end()
+    assert seen or text is not LISTED
+    assert once(window) == once(drawn_at_the_end(text))
+
+
+@pytest.mark.parametrize("size", [3, 17])
+def test_ctrl_c_doubles_no_line(window: Window, size: int) -> None:
+    text = "The people were amazed by the magic of the lamp and went home at once, as it was late in the evening. "
+    view = Markdown(window)
+    for at in range(0, len(text), size):
+        view.write(text[at : at + size])
+    window.write("^C")  # as the terminal echoes it
+    view.end()
+    assert once(window) == once(drawn_at_the_end(text))
+
+
+def drawn_at_the_end(text: str) -> Window:
+    whole = Window()
+    view = Markdown(whole)
+    view.write(text)
+    view.end()
+    return whole
+
+
+def once(window: Window) -> list[str]:
+    """Return the words on the screen and above it, line by line."""
+    return [" ".join(line.split()) for line in window.lines if line.strip()]
