@@ -133,7 +133,9 @@ def _encode(
             return _tokenized(tokenizer, prompt, **({} if live else _AS_TEXT))
         return _from_messages([{"role": "user", "content": prompt}], tokenizer, live, room)
     if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
-        raise InputError(f"prompt: got {type(prompt).__name__}, {ACCEPTED}")
+        raise InputError(
+            f"prompt: got {type(prompt).__name__}, {ACCEPTED}; of what a tokenizer returns pass its input_ids"
+        )
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
@@ -141,7 +143,7 @@ def _encode(
     ids = [plain(item) if is_number(item) else item for item in items]
     if all(type(item) is int for item in ids):
         return ids
-    raise InputError(f"prompt: {ACCEPTED}")
+    raise InputError(f"prompt: {ACCEPTED}; for several prompts call generate_many")
 
 
 def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ),
         ([1.0, 2.0], "prompt: accepted a string"),
         ([True, False], "prompt: accepted a string"),
-        (["a", "b"], "prompt: accepted a string"),
+        (["a", "b"], "prompt: accepted a string.*; for several prompts call generate_many"),
         (
             torch.ones(2, 3, dtype=torch.int64),
             "prompt: got a batch of 2, this engine serves one sequence",
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (None, "prompt: got NoneType, accepted a string"),
         (5, "prompt: got int, accepted a string"),
         (b"hi", "prompt: got bytes, accepted a string"),
-        ({"role": "user", "content": "hi"}, "prompt: got dict, accepted a string"),
+        ({"role": "user", "content": "hi"}, "prompt: got dict, accepted .* pass its input_ids"),
         ("caf\udce9", r"prompt: character 3 is not Unicode text \('\\udce9'\)"),
         ([{"role": "user", "content": "caf\udce9"}], "prompt: character 3 is not Unicode text"),
         (
