@@ -2,8 +2,8 @@
 
 A page's code blocks with `title="PATH"` are its steps, in their order: a new file, or text that goes to the end of one
 that exists. Files of the product are those under SOURCES; the others, its tests and documents, do not count. Then a
-check runs in the copy and uses the new part: the page's own block `title="check.py"`, or the one that stands here. So
-a page that leaves out a file fails, and one that asks for more files is seen in the count. A kind whose page is
+check runs in the copy and uses the new part: the page's file in tests/house/checks, or the one that stands here. So a
+page that leaves out a file fails, and one that asks for more files is seen in the count. A kind whose page is
 missing, or has no such blocks, has no seat: its row keeps the number that was counted by hand.
 """
 
@@ -28,7 +28,7 @@ COPIED = (
     "pyproject.toml",
     "README.md",
 )
-CHECK = "check.py"
+CHECKS = Path(__file__).with_name("checks")
 BLOCK = re.compile(r"""^```[a-z+]+ title="([^"]+)"\n(.*?)^```""", re.DOTALL | re.MULTILINE)
 
 _MODEL = """
@@ -83,9 +83,9 @@ def steps(kind: str, root: Path = ROOT) -> tuple[list[tuple[str, str]], str]:
     page = next((page for page in pages if page.is_file()), None)
     if page is None:
         raise NoSeatError(f"docs/develop has no page {' or '.join(page.name for page in pages)}")
-    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
-    found = [(path, text) for path, text in blocks if path != CHECK]
-    check = next((text for path, text in blocks if path == CHECK), SEATS[kind].check)
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    script = CHECKS / page.with_suffix(".py").name
+    check = script.read_text(encoding="utf-8") if script.is_file() else SEATS[kind].check
     if check is None or not any(path.startswith(SOURCES) for path, _ in found):
         raise NoSeatError(
             f'{PAGES}/{page.name} has no blocks with a title="PATH" to follow, or none to check them by'
