@@ -15,6 +15,7 @@ from bench import plots
 from docs.build import results
 from docs.build.results import means, records, summaries
 from docs.build.tables import WAYS
+from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import ALL
 from specengine.files import atomic
 from specengine.trace.pictures import COLOURS, MARKERS
@@ -170,6 +171,33 @@ def _chains() -> Points:
     }
 
 
+def _rows(name: str) -> list[Record]:
+    sets = (record for record in records("papers.jsonl") if record["record"] == "set")
+    rows: list[Record] = next(record["rows"] for record in sets if record["set"] == name)
+    return rows
+
+
+def _acceptance() -> Points:
+    """Return by rank among siblings the share that the target takes at each depth, of 20 nodes or more."""
+    points: Points = {}
+    for row in _rows("acceptance"):
+        if row["rank"] <= len(COLOURS) and row["nodes"] >= 20:
+            points.setdefault(f"rank {row['rank']}", []).append([row["depth"], row["share"]])
+    return dict(sorted(points.items()))
+
+
+def _bias() -> Points:
+    names = {
+        "taken": "taken by the target",
+        "path_probability": "the draft's path probability",
+        "c2t": "C2T's confidence",
+    }
+    return {
+        label: [[row["entropy_from"], row[name]] for row in _rows("c2t-bias")]
+        for name, label in names.items()
+    }
+
+
 def _construction() -> Points:
     return plots.construction_points(records("tree-construction.jsonl"))
 
@@ -264,14 +292,19 @@ def _ranked(figure: Any, points: Points) -> None:
     panel.legend(frameon=False, fontsize=9)
 
 
-def _lines(figure: Any, points: Points) -> None:
-    figure.set_size_inches(7.6, 3.2)
-    axes = figure.subplots()
-    for number, (name, line) in enumerate(points.items()):
-        axes.plot(*zip(*line, strict=True), marker="o", color=COLOURS[number], label=name)
-    axes.set(xlabel="tokens of the chain", xticks=[n for n, _ in line])
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+def _lines(label: str) -> Callable[[Any, Points], None]:
+    """Return a function that draws a line for each name, over what `label` says."""
+
+    def onto(figure: Any, points: Points) -> None:
+        figure.set_size_inches(7.6, 3.2)
+        axes = figure.subplots()
+        for number, (name, line) in enumerate(points.items()):
+            axes.plot(*zip(*line, strict=True), marker="o", color=COLOURS[number], label=name)
+        axes.set(xlabel=label, xticks=[n for n, _ in next(iter(points.values()))])
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=9)
+
+    return onto
 
 
 def _copied() -> Points:
@@ -299,7 +332,21 @@ DRAWINGS = {
     "loss-ranks": Drawing(
         "Accuracy and calibration error after the draft's n-th token, by loss", _loss_ranks, _ranked
     ),
-    "chains": Drawing("Acceptance length and speed of chains by length, replayed", _chains, _lines),
+    "chains": Drawing(
+        "Acceptance length and speed of chains by length, replayed",
+        _chains,
+        _lines("tokens of the chain"),
+    ),
+    "acceptance": Drawing(
+        "Share of the children of a node on the target's path that it takes, by depth and rank",
+        _acceptance,
+        _lines("depth"),
+    ),
+    "c2t-bias": Drawing(
+        "How often a node is taken, and what draft and C2T say, by entropy of its parent",
+        _bias,
+        _lines("entropy of the parent's distribution, from (nats)"),
+    ),
     "tree-construction": Drawing(
         "Milliseconds to choose a layer of the tree by vocabulary, by each policy's rule",
         _construction,

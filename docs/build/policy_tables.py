@@ -202,26 +202,6 @@ def same(*files: str) -> str:
     return table(header, rows, *files)
 
 
-def replays(file: str, *starts: str) -> str:
-    """Return predicted speeds under each cost curve of the settings whose names begin with one of `starts`."""
-    chosen = [
-        r for r in records(file) if r["record"] == "replay" and r["way"].startswith(starts or "")
-    ]
-    curves = {
-        "end-to-end-shipped-head": "speed, two cores",
-        "qwen3-8b-h200": "speed, Qwen3-8B on an H200",
-    }
-    rows = [
-        [
-            code(r["way"]),
-            *(number(r, name, digits) for name, digits in (("tau", 2), ("delta", 2), ("gamma", 1))),
-            *(f"{r['speedup'][curve]:.2f}" for curve in curves),
-        ]
-        for r in chosen
-    ]
-    return table(("setting", "tau", "delta", "nodes verified", *curves.values()), rows, file)
-
-
 def verdicts(file: str) -> str:
     """Return the claims of the papers with what they come to and the verdict, from bench.papers."""
     settings = next(r for r in records(file) if r["record"] == "settings")
@@ -234,30 +214,21 @@ def verdicts(file: str) -> str:
     return f"{settings['prompts']} prompts, {settings['logged']} tokens of each answer:\n\n{made}"
 
 
-def ablation(file: str, name: str, *costs: str) -> str:
-    """Return a set of rows of bench.papers: tau, passes, nodes, and at each cost table the speed over the first row.
-
-    An interval that holds 1 stands for itself; otherwise the ratio is bold.
-    """
+def ablation(file: str, name: str, costs: str) -> str:
+    """Return a set of rows of bench.papers: tau, nodes, and at a cost table the speed over the first row."""
     found = next(r for r in records(file) if r["record"] == "set" and r["set"] == name)
     rows = [
         [
             code(r["way"]),
-            "{:.2f} ({:.2f} to {:.2f})".format(*r["tau"]),
-            number(r, "delta", 2),
+            f"{r['tau'][0]:.2f}",
             number(r, "gamma", 1),
-            *(_over(r["over_first"][cost], r["verdict"][cost]) for cost in costs),
+            "{:.2f} ({:.2f} to {:.2f})".format(*r["over_first"][costs]),
+            r["verdict"][costs],
         ]
         for r in found["rows"]
     ]
-    header = ("way", "tau", "delta", "nodes verified", *(f"over the first, {c}" for c in costs))
+    header = ("way", "tau", "nodes verified", f"over the first, {costs}", "verdict")
     return table(header, rows, file)
-
-
-def _over(over: list[float], verdict: str) -> str:
-    ratio, low, high = over
-    value = f"{ratio:.2f}" if verdict == "undecided" else f"**{ratio:.2f}**"
-    return f"{value} ({low:.2f} to {high:.2f})"
 
 
 def learnt(file: str) -> str:
@@ -314,6 +285,6 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(policies, sets, settings, adversarial, chances, coupling, regret),
-        *(exactness, same, replays, construction, layers, learnt, verdicts, ablation),
+        *(exactness, same, construction, layers, learnt, verdicts, ablation),
     )
 }
