@@ -63,7 +63,7 @@ class Watched(Auto):
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, _ = outcome
-        notes, size = self._state[tree.device].notes, len(tree)
+        notes, size = self._state[tree.device].bound.notes, len(tree)
         wanted = dict(zip(path.alive().tolist(), chosen.tolist(), strict=True))
         for node in range(1, size):
             if (parent := int(tree.parents[node])) in wanted:
@@ -123,7 +123,7 @@ def write(file: Path, policies: Sequence[Watched], about: dict[str, str]) -> Non
         *(sum(getattr(policy, name) for policy in policies) for name in ("hits", "tries"))
     )
     state = policies[0]._state[torch.device("cpu")]
-    prior = {"table": table.float(), "profile": state.counts.profile.clone()}
+    prior = {"table": table.float(), "profile": state.bound.counts.profile.clone()}
     if file.exists():
         known = load_file(file)
         half = len(table) // 2

@@ -15,34 +15,6 @@ namespace {
 constexpr int64_t kMostRounds = 1024;
 constexpr float kMemory = 0.97f;  // of recent tokens and seconds, per cycle
 
-// Outcomes of drafted tokens, and how many cells the tables have.
-struct Outcomes {
-  spec::OutcomeCounts counts;
-  int64_t cells;
-};
-
-Outcomes take_outcomes(handle object) {
-  const Parts parts(object, "counts", 7);
-  const auto hits = take<float>(parts[0], "hits", {kAny, spec::kKnots});
-  const int64_t cells = hits.size(0), group = take_one<int64_t>(parts[6], "group");
-  const auto tries = take<float>(parts[1], "tries", {cells, spec::kKnots});
-  const auto table = take<float>(parts[2], "table", {cells, spec::kKnots});
-  const auto gains = take<float>(parts[3], "gains", {spec::kLevels, spec::kPlaces});
-  const auto passes = take<float>(parts[4], "passes", {spec::kLevels});
-  const auto profile = take<float>(parts[5], "profile", {spec::kLevels, spec::kPlaces});
-  const int64_t groups = cells / (spec::kSources * spec::kDepths * spec::kRanks);
-  require(group >= 0 && group < groups, "group", group, "0 to " + std::to_string(groups - 1));
-  return {{hits.at(), tries.at(), table.at(), gains.at(), passes.at(), profile.at(), group}, cells};
-}
-
-spec::SearchNotes take_notes(handle object, int64_t capacity) {
-  const Parts parts(object, "notes", 5);
-  const int64_t nodes = at_least(capacity + 1);
-  return {take<float>(parts[0], "stated", {nodes}).at(), take<int64_t>(parts[1], "cells", {nodes}).at(),
-          take<int64_t>(parts[2], "places", {nodes}).at(), take<bool>(parts[3], "waiting", {nodes}).at(),
-          take<bool>(parts[4], "drafted", {nodes}).at()};
-}
-
 // Prices of a search; the inputs hold what `search` points to.
 struct Prices {
   border::Input<float> verify, draft;
@@ -60,42 +32,97 @@ Prices take_prices(handle object) {
   return {std::move(verify), std::move(draft), std::move(widths), search};
 }
 
-// The seconds and prices of a throughput, and what it notes of the present cycle.
-struct ThroughputParts {
-  spec::Throughput throughput;
+// Seconds and prices of a search, and what it notes of the present cycle.
+struct Throughput {
+  spec::Throughput numbers;
+  spec::SearchPrices prices;
   float* drafting;
-  int32_t* noted;  // the verified nodes of the present tree
-  int64_t verified;  // the same as an index
-  float overhead;
+  int32_t* verified;  // nodes of the present tree
+  const float* overhead;
   const float* experts;  // of a row their seconds and their share, and ratios by relation; null of a target without any
 };
 
-ThroughputParts take_throughput(handle object) {
+Throughput take_throughput(handle object) {
   const Parts parts(object, "throughput", 8), prices(parts[2], "prices", 3);
-  const auto verify = take<float>(parts[0], "verify", {at_least(2)}), draft = take<float>(parts[1], "draft", {at_least(1)});
-  take_input<int64_t>(prices[2], "widths", {at_least(1)});
-  const spec::Throughput throughput{verify.at(),
-                            draft.at(),
-                            take<float>(prices[0], "verify prices", {verify.size(0)}).at(),
-                            take<float>(prices[1], "draft prices", {draft.size(0)}).at(),
-                            take<float>(parts[3], "recent", {2}).at(),
-                            verify.size(0),
-                            draft.size(0)};
+  const auto verify = take<float>(parts[0], "verify", {at_least(2)}), draft = take<float>(parts[1], "draft", {at_least(2)});
+  const auto widths = take<int64_t>(prices[2], "widths", {at_least(1)});
+  const spec::Throughput numbers{verify.at(),
+                                 draft.at(),
+                                 take<float>(prices[0], "verify prices", {verify.size(0)}).at(),
+                                 take<float>(prices[1], "draft prices", {draft.size(0)}).at(),
+                                 take<float>(parts[3], "recent", {2}).at(),
+                                 verify.size(0),
+                                 draft.size(0)};
   const auto experts = take<float>(parts[7], "experts", {kAny});
-  const int64_t numbers = experts.size(0), wanted = 2 + spec::kRelations;
-  require(numbers == 0 || numbers == wanted, "experts", numbers, std::to_string(wanted) + " numbers or none");
-  return {throughput, &take_one<float>(parts[4], "drafting"), &take_one<int32_t>(parts[5], "verified"),
-          take_count(parts[5], "verified", verify.size(0) - 1),
-          take_one<float>(parts[6], "overhead"), numbers ? experts.at() : nullptr};
+  const int64_t entries = experts.size(0), wanted = 2 + spec::kRelations;
+  require(entries == 0 || entries == wanted, "experts", entries, std::to_string(wanted) + " numbers or none");
+  return {numbers,
+          {numbers.verify_price, numbers.draft_price, verify.size(0) - 1, draft.size(0) - 1, widths.at(), widths.size(0)},
+          &take_one<float>(parts[4], "drafting"),
+          &take_one<int32_t>(parts[5], "verified"),
+          &take_one<float>(parts[6], "overhead"),
+          entries ? experts.at() : nullptr};
 }
 
-void update_parts(const ThroughputParts& parts, int64_t committed) {
-  const float took = parts.throughput.verify[parts.verified] + *parts.drafting + parts.overhead;
-  spec::update_throughput(parts.throughput, committed, took, kMemory);
+void enter(const Throughput& books, int64_t committed) {
+  const auto verified = std::clamp<int64_t>(*books.verified, 0, books.numbers.verified - 1);
+  const float took = books.numbers.verify[verified] + *books.drafting + *books.overhead;
+  spec::update_throughput(books.numbers, committed, took, kMemory);
 }
 
 void update_throughput(handle throughput, handle committed) {
-  update_parts(take_throughput(throughput), take_one<int32_t>(committed, "committed"));
+  enter(take_throughput(throughput), take_one<int32_t>(committed, "committed"));
+}
+
+// What a search reads and writes: the arrays of a SearchState of specengine/ops/worth.py, whose parts hold them.
+struct SearchState {
+  py::object counts_object, notes_object, throughput_object;
+  const int64_t* group;
+  int64_t cells, nodes;  // rows of the tables; nodes that are noted, one more than the largest tree has
+  spec::OutcomeCounts counts;
+  spec::SearchNotes notes;
+  Throughput throughput;
+
+  explicit SearchState(const Parts& parts)
+      : counts_object(py::reinterpret_borrow<py::object>(parts[0])),
+        notes_object(py::reinterpret_borrow<py::object>(parts[1])),
+        throughput_object(py::reinterpret_borrow<py::object>(parts[2])),
+        throughput(take_throughput(parts[2])) {
+    const Parts counted(parts[0], "counts", 7), noted(parts[1], "notes", 5);
+    const auto hits = take<float>(counted[0], "hits", {kAny, spec::kKnots});
+    cells = hits.size(0);
+    group = &take_one<int64_t>(counted[6], "group");
+    counts = {hits.at(),
+              take<float>(counted[1], "tries", {cells, spec::kKnots}).at(),
+              take<float>(counted[2], "table", {cells, spec::kKnots}).at(),
+              take<float>(counted[3], "gains", {spec::kLevels, spec::kPlaces}).at(),
+              take<float>(counted[4], "passes", {spec::kLevels}).at(),
+              take<float>(counted[5], "profile", {spec::kLevels, spec::kPlaces}).at(),
+              0};
+    const auto stated = take<float>(noted[0], "stated", {kAny});
+    nodes = stated.size(0);
+    notes = {stated.at(), take<int64_t>(noted[1], "cells", {nodes}).at(), take<int64_t>(noted[2], "places", {nodes}).at(),
+             take<bool>(noted[3], "waiting", {nodes}).at(), take<bool>(noted[4], "drafted", {nodes}).at()};
+  }
+
+  std::vector<int64_t> next_pass(const spec::TreeArrays& tree, int64_t size, int64_t rounds) const {
+    return spec::next_pass(tree.path_log_probs, tree.log_probs, notes.waiting, size,
+                           {counts.profile, spec::kLevels, spec::kPlaces}, throughput.prices, rounds);
+  }
+};
+
+SearchState bind_search(handle object) { return SearchState(Parts(object, "state", 3)); }
+
+// The state for a tree of this capacity; of one that is bound only contents are checked.
+SearchState take_state(handle object, int64_t capacity) {
+  SearchState state = py::isinstance<SearchState>(object) ? py::cast<const SearchState&>(object) : bind_search(object);
+  const int64_t groups = state.cells / (spec::kSources * spec::kDepths * spec::kRanks);
+  state.counts.group = *state.group;
+  require(*state.group >= 0 && *state.group < groups, "group", *state.group, "0 to " + std::to_string(groups - 1));
+  require(state.nodes > capacity, "stated", state.nodes, std::to_string(capacity + 1) + " or more");
+  const spec::SearchPrices& prices = state.throughput.prices;
+  require_below(prices.widths, prices.tried, prices.width + 1, "widths");
+  return state;
 }
 
 py::object chances(handle stated, handle cells, handle table) {
@@ -202,12 +229,13 @@ Drafted read_drafted(handle drafted, const Tree& tree, const Frontier& frontier)
 }
 
 // Notes nodes as drafted from, and their likeliest children, which it appends, as waiting.
-void append_likely(const Tree& tree, const Frontier& frontier, const Drafted& drafted, const spec::OutcomeCounts& counts,
-                   const spec::SearchNotes& notes, double least, int64_t most, int32_t& overflow) {
+void append_likely(const Tree& tree, const Frontier& frontier, const Drafted& drafted, const SearchState& state,
+                   double least, int64_t most, int32_t& overflow) {
+  const spec::SearchNotes& notes = state.notes;
   const int64_t first = *tree.size;
   const auto likely = spec::likely_children(tree.arrays, frontier.ids.at(), frontier.live, drafted.places,
                                             drafted.stated.data(), drafted.sources.empty() ? nullptr : drafted.sources.data(),
-                                            counts, least, most);
+                                            state.counts, least, most);
   spec::Children given;
   for (const spec::LikelyChild& child : likely) {
     given.parents.push_back(frontier.ids[child.entry / drafted.places]);
@@ -230,8 +258,8 @@ void append_likely(const Tree& tree, const Frontier& frontier, const Drafted& dr
 }
 
 // counters: size, passes, overflow; limits: least, budget, rounds, max_passes.
-py::tuple grow_likely(handle tree, handle counters, handle frontier, handle drafted, handle counts, handle notes,
-                      handle throughput, const py::tuple& limits) {
+py::tuple grow_likely(handle tree, handle counters, handle frontier, handle drafted, handle searched,
+                      const py::tuple& limits) {
   const Parts numbers(counters, "counters", 3);
   require(limits.size() == 4, "limits", static_cast<int64_t>(limits.size()), "4 parts");
   const auto least = py::cast<double>(limits[0]);
@@ -241,37 +269,31 @@ py::tuple grow_likely(handle tree, handle counters, handle frontier, handle draf
   const Tree grown = take_tree(tree, numbers[0]);
   const int64_t passes = take_one<int32_t>(numbers[1], "passes");
   int32_t& overflow = take_one<int32_t>(numbers[2], "overflow");
-  const Outcomes outcomes = take_outcomes(counts);
-  const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const ThroughputParts books = take_throughput(throughput);
-  const Prices prices = take_prices(Parts(throughput, "throughput", 8)[2]);
+  const SearchState state = take_state(searched, grown.capacity);
+  const Throughput& books = state.throughput;
   const Frontier nodes = take_nodes(frontier, "frontier", kAny);
   require_below(nodes.ids.at(), nodes.live, *grown.size, "frontier");
-  require(nodes.live < books.throughput.drafted, "live", nodes.live, "as many as a pass may draft from");
+  require(nodes.live < books.numbers.drafted, "live", nodes.live, "as many as a pass may draft from");
   const Drafted given = read_drafted(drafted, grown, nodes);
-  *books.drafting += books.throughput.draft[nodes.live];
-  append_likely(grown, nodes, given, outcomes.counts, noted, least, budget, overflow);
+  *books.drafting += books.numbers.draft[nodes.live];
+  append_likely(grown, nodes, given, state, least, budget, overflow);
   std::vector<int64_t> next;
-  if (passes < max_passes)
-    next = spec::next_pass(grown.arrays.path_log_probs, grown.arrays.log_probs, noted.waiting, *grown.size,
-                           {outcomes.counts.profile, spec::kLevels, spec::kPlaces}, prices.search, rounds);
-  return found_of(next, prices.search.width);
+  if (passes < max_passes) next = state.next_pass(grown.arrays, *grown.size, rounds);
+  return found_of(next, books.prices.width);
 }
 
-void count_outcomes(handle tree, handle size, handle path, handle chosen, handle counts, handle notes, handle throughput) {
+void count_outcomes(handle tree, handle size, handle path, handle chosen, handle searched) {
   const Tree grown = take_tree(tree, size);
-  const Outcomes outcomes = take_outcomes(counts);
-  const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const ThroughputParts books = take_throughput(throughput);
+  const SearchState state = take_state(searched, grown.capacity);
   const Frontier nodes = take_nodes(path, "path", kAny);
   const auto choices = take_input<int64_t>(chosen, "chosen", {nodes.ids.size(0)});
   const int64_t there = *grown.size;
   require_below(nodes.ids.at(), nodes.live, there, "path");
   for (int64_t node = 1; node < there; ++node) require_below(grown.arrays.parents + node, 1, node, "parents");
-  require_below(noted.cells, there, outcomes.cells, "cells");
-  require_below(noted.places, there, spec::kPlaces, "places");
-  spec::count_outcomes(grown.arrays, there, nodes.ids.at(), choices.at(), nodes.live, outcomes.counts, noted);
-  update_parts(books, nodes.live);
+  require_below(state.notes.cells, there, state.cells, "cells");
+  require_below(state.notes.places, there, spec::kPlaces, "places");
+  spec::count_outcomes(grown.arrays, there, nodes.ids.at(), choices.at(), nodes.live, state.counts, state.notes);
+  enter(state.throughput, nodes.live);
 }
 
 py::tuple select_worth(handle paths, handle size, handle price, int64_t most) {
@@ -357,27 +379,22 @@ bool is_covered(const spec::FreeNodes& free, const std::vector<Rated>& rated, co
 }
 
 // asked: how many free continuations of the root, and their least log-probability; free may be None.
-py::object start_search(handle tree, handle size, handle counts, handle notes, handle throughput, int64_t rounds, handle free,
-                        const py::tuple& asked) {
+py::object start_search(handle tree, handle size, handle searched, int64_t rounds, handle free, const py::tuple& asked) {
   const Tree grown = take_tree(tree, size);
   require(*grown.size == 1, "size", *grown.size, "1");
   require(asked.size() == 2, "asked", static_cast<int64_t>(asked.size()), "2 parts");
-  const Outcomes outcomes = take_outcomes(counts);
-  const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const ThroughputParts books = take_throughput(throughput);
-  const Prices prices = take_prices(Parts(throughput, "throughput", 8)[2]);
+  const SearchState state = take_state(searched, grown.capacity);
+  const spec::SearchNotes& noted = state.notes;
   require_rounds(rounds);
-  *books.drafting = 0;
+  *state.throughput.drafting = 0;
   std::fill(noted.drafted, noted.drafted + grown.capacity, false);
   std::fill(noted.waiting, noted.waiting + grown.capacity, false);
   noted.waiting[0] = true;
-  bool pays = !spec::next_pass(grown.arrays.path_log_probs, grown.arrays.log_probs, noted.waiting, 1,
-                               {outcomes.counts.profile, spec::kLevels, spec::kPlaces}, prices.search, rounds)
-                   .empty();
+  bool pays = !state.next_pass(grown.arrays, 1, rounds).empty();
   if (pays && !free.is_none()) {
     const auto found = free_below(free, grown, {0}, py::cast<int64_t>(asked[0]), py::cast<double>(asked[1]));
-    const auto rated = rate(found, grown, outcomes.counts);
-    pays = rated.empty() || !is_covered(found, rated, outcomes.counts, prices.search.draft[1]);
+    const auto rated = rate(found, grown, state.counts);
+    pays = rated.empty() || !is_covered(found, rated, state.counts, state.throughput.prices.draft[1]);
   }
   return make_count(pays);
 }
@@ -399,21 +416,20 @@ std::vector<int64_t> waiting_nodes(const Tree& tree, const spec::SearchNotes& no
 }
 
 // asked: of how many waiting nodes, how many continuations, and their least log-probability.
-py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, handle throughput, handle free,
-                      const py::tuple& asked, int64_t most) {
+py::tuple keep_likely(handle tree, handle size, handle searched, handle free, const py::tuple& asked, int64_t most) {
   const Tree grown = take_tree(tree, size);
   require(*grown.size >= 1, "size", *grown.size, "1 or more");
   require(asked.size() == 3, "asked", static_cast<int64_t>(asked.size()), "3 parts");
-  const Outcomes outcomes = take_outcomes(counts);
-  const spec::SearchNotes noted = take_notes(notes, grown.capacity);
-  const ThroughputParts books = take_throughput(throughput);
+  const SearchState state = take_state(searched, grown.capacity);
+  const spec::SearchNotes& noted = state.notes;
+  const Throughput& books = state.throughput;
   require_width(most, 1, "most");
   if (!free.is_none()) {
     const auto leaves = py::cast<int64_t>(asked[0]);
     require(leaves >= 1, "asked", leaves, "1 or more");
     const int64_t room = std::min(py::cast<int64_t>(asked[1]), grown.capacity - *grown.size);
     const auto found = free_below(free, grown, waiting_nodes(grown, noted, leaves), room, py::cast<double>(asked[2]));
-    const auto rated = rate(found, grown, outcomes.counts);
+    const auto rated = rate(found, grown, state.counts);
     const auto entries = static_cast<int64_t>(rated.size());
     require(entries <= room, "free", entries, "at most " + std::to_string(std::max<int64_t>(room, 0)));
     std::vector<double> paths;  // those of new ones are summed in float64
@@ -433,25 +449,30 @@ py::tuple keep_likely(handle tree, handle size, handle counts, handle notes, han
   }
   const int64_t there = *grown.size;
   if (books.experts) {
-    const spec::Throughput& known = books.throughput;
+    const spec::Throughput& known = books.numbers;
     const double rate = static_cast<double>(known.verify_price[1]) / static_cast<double>(known.verify[1]);
     const double price = static_cast<double>(books.experts[0]) * rate, share = static_cast<double>(books.experts[1]);
     for (int64_t node = 1; node < there; ++node) require_below(grown.arrays.parents + node, 1, node, "parents");
     const auto found = spec::related_worth(grown.arrays, there, known.verify_price, {price, share, books.experts + 2},
                                            std::min(most, known.verified - 1));
-    *books.noted = static_cast<int32_t>(found.size());
+    *books.verified = static_cast<int32_t>(found.size());
     return found_of(found, most);
   }
   const auto ids = make<int64_t>({most});
-  const int64_t n = spec::worth_most(grown.arrays.path_log_probs, there, books.throughput.verify_price,
-                                     std::min({most, books.throughput.verified - 1, grown.capacity}));
+  const int64_t n = spec::worth_most(grown.arrays.path_log_probs, there, books.numbers.verify_price,
+                                     std::min({most, books.numbers.verified - 1, grown.capacity}));
   const int64_t kept = spec::select_best(grown.arrays.path_log_probs, there, std::min(n, most), ids.at());
   if (kept < 0) refuse(kHasNaN);
-  *books.noted = static_cast<int32_t>(kept);
+  *books.verified = static_cast<int32_t>(kept);
   return nodes_of(ids, kept);
 }
 
 const Ops kWorth([](py::module_& module) {
+  py::class_<SearchState>(module, "SearchState")
+      .def_readonly("counts", &SearchState::counts_object)
+      .def_readonly("notes", &SearchState::notes_object)
+      .def_readonly("throughput", &SearchState::throughput_object);
+  module.def("bind_search", bind_search);
   module.def("update_throughput", update_throughput);
   module.def("chances", chances);
   module.def("next_pass", next_pass);

@@ -18,7 +18,7 @@ from specengine.errors import BackendError
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
-INTERFACE = 20  # as in csrc/ops_binding.cpp
+INTERFACE = 21  # as in csrc/ops_binding.cpp
 OPS: dict[str, Callable[..., Any]] = {}
 
 Implementation = Callable[..., Any]

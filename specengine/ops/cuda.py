@@ -21,7 +21,7 @@ from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates, Drafted, top_children
 from specengine.ops.tree import Arrays, Counters, Nodes
 from specengine.ops.tree import extract as extract_op
-from specengine.ops.worth import MEMORY, PLACES, Counts, Limits, Notes, Source, Throughput
+from specengine.ops.worth import MEMORY, PLACES, Limits, SearchState, Source
 
 CAPACITY = 256  # largest budget of a best-first queue, as in csrc/spec/device_best_first.hpp
 MAX_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_worth.hpp
@@ -93,18 +93,14 @@ def step_queues(
 def start_search(
     tree: Arrays,
     size: Tensor,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     rounds: int,
     free: Source,
     asked: tuple[int, float],
 ) -> Tensor:
-    args = _level(tree, (size, size, size), counts, notes, throughput, Limits(0.0, 0, rounds, 1))
+    args = _level(tree, (size, size, size), state, Limits(0.0, 0, rounds, 1))
     if args is None:
-        return by_meaning(
-            worth.start_search, tree, size, counts, notes, throughput, rounds, free, asked
-        )
+        return by_meaning(worth.start_search, tree, size, state, rounds, free, asked)
     ids, pays = _nodes(args.width, size.device)
     args.begins, args.out = 1, (_P * 2)(ids.data_ptr(), pays.data_ptr())
     _nvrtc.launch(_nvrtc.LEVEL, (args,), size.device, level_bytes(args))
@@ -116,26 +112,14 @@ def grow_likely(
     counters: Counters,
     frontier: Nodes,
     drafted: Drafted,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     limits: Limits,
 ) -> Nodes:
     """Run in one launch after those of the best children; a path of NaN is passed over."""
     logits, token_ids, normalized, marks = drafted[:4]
-    args = _level(
-        tree,
-        counters,
-        counts,
-        notes,
-        throughput,
-        limits,
-        (len(logits), min(PLACES, logits.shape[1])),
-    )
+    args = _level(tree, counters, state, limits, (len(logits), min(PLACES, logits.shape[1])))
     if args is None or (marks is not None and marks.stride(1) != 1):
-        return by_meaning(
-            worth.grow_likely, tree, counters, frontier, drafted, counts, notes, throughput, limits
-        )
+        return by_meaning(worth.grow_likely, tree, counters, frontier, drafted, state, limits)
     device = frontier.ids.device
     stated, columns = (part.contiguous() for part in top_children(logits, PLACES, normalized))
     nodes = frontier.ids.contiguous()
@@ -151,13 +135,12 @@ def grow_likely(
 def _level(
     tree: Arrays,
     counters: Counters,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     limits: Limits,
     entries: tuple[int, int] = (0, PLACES),
 ) -> _nvrtc.LevelArgs | None:
     """Return what a level is given, without its frontier; None where the kernel does not take it."""
+    counts, notes, throughput = state.counts, state.notes, state.throughput
     prices, books = throughput.prices, (throughput.drafting, throughput.draft)
     if not all(part.is_contiguous() for part in (*tree, *counts, *notes, *books, *prices)):
         return None
@@ -187,19 +170,16 @@ def _level(
 def keep_likely(
     tree: Arrays,
     size: Tensor,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     free: Source,
     asked: tuple[int, int, float],
     most: int,
 ) -> Nodes:
+    throughput = state.throughput
     paths, price, capacity = tree[4], throughput.prices.verify, tree[4].shape[0]
     shared = keep_bytes(capacity, min(most, len(price) - 1, capacity))
     if shared > MAX_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
-        return by_meaning(
-            worth.keep_likely, tree, size, counts, notes, throughput, free, asked, most
-        )
+        return by_meaning(worth.keep_likely, tree, size, state, free, asked, most)
     nodes_out = _nodes(most, size.device)
     args = _nvrtc.KeepArgs(
         tree=_addresses(paths, size),
@@ -238,18 +218,14 @@ def count_outcomes(
     size: Tensor,
     path: Nodes,
     chosen: Tensor,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
 ) -> None:
-    capacity, (verify, draft, prices, recent, drafting, verified, overhead, _) = (
-        tree[0].shape[0],
-        throughput,
-    )
+    capacity, counts, notes = tree[0].shape[0], state.counts, state.notes
+    verify, draft, prices, recent, drafting, verified, overhead, _ = state.throughput
     changed = *counts, *notes, *tree[:4], verify, draft, *prices, recent
     shared = outcome_bytes(capacity)
     if shared > MAX_SHARED or not all(part.is_contiguous() for part in changed):
-        return by_meaning(worth.count_outcomes, tree, size, path, chosen, counts, notes, throughput)
+        return by_meaning(worth.count_outcomes, tree, size, path, chosen, state)
     nodes, chosen = path.ids.contiguous(), chosen.contiguous()
     args = _nvrtc.OutcomeArgs(
         tree=_addresses(tree[0], tree[1], tree[3], size),

@@ -95,6 +95,14 @@ class Throughput(NamedTuple):
     experts: Tensor
 
 
+class SearchState(NamedTuple):
+    """What a search reads and writes on a device."""
+
+    counts: Counts
+    notes: Notes
+    throughput: Throughput
+
+
 SOURCES, DEPTHS, RANKS, KNOTS = 8, 4, 5, 15  # of Step.marks; 1 to 3 and deeper; of places; of odds
 PLACES = 10  # children of a node that are looked at: of ranks 0, 1, 2, 3, 3, then 4
 RELATIONS = 6  # of nodes at depth 1, 2 and deeper: the first of its siblings, then a later one
@@ -184,9 +192,7 @@ def grow_likely(
     counters: Counters,
     frontier: Nodes,
     drafted: Drafted,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     limits: Limits,
 ) -> Nodes:
     """Append the likeliest children of the frontier, and return the nodes to draft from next, as `next_pass`.
@@ -198,26 +204,30 @@ def grow_likely(
     counters[2], is 1.
     """
     if run := native.grow_likely[frontier.ids.device]:
-        return Nodes(*run(tree, counters, frontier, drafted, counts, notes, throughput, limits))
+        return Nodes(*run(tree, counters, frontier, drafted, state, limits))
     size, passes, overflow = counters
-    _require_books(tree, counts, notes, throughput)
+    _require_state(tree, state)
     signature = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
     require(signature, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
     signature = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
     require(signature, frontier.live, size, passes, overflow)
     drafted = drafted.mixed(tree, frontier)
     if run := kernels.grow_likely[frontier.ids.device]:
-        return run(tree, counters, frontier, drafted, counts, notes, throughput, limits)
+        return run(tree, counters, frontier, drafted, state, limits)
+    throughput = state.throughput
     throughput.drafting.add_(throughput.draft.index_select(0, frontier.live))
     stated, columns = top_children(drafted.logits, PLACES, drafted.normalized)
     sources = None if drafted.marks is None else drafted.marks.gather(1, columns)
     tokens = columns if drafted.token_ids is None else drafted.token_ids[columns]
-    _append_likely(tree, counters, frontier, (tokens, stated, sources), counts, notes, limits)
-    waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    selected = next_pass(
-        tree[4], tree[3], waiting, size, counts.profile, throughput.prices, limits.rounds
-    )
+    _append_likely(tree, counters, frontier, (tokens, stated, sources), state, limits)
+    selected = _next_of(tree, size, state, limits.rounds)
     return Nodes(selected.ids, selected.live * (passes < limits.max_passes))
+
+
+def _next_of(tree: Arrays, size: Tensor, state: SearchState, rounds: int) -> Nodes:
+    waiting = state.notes.waiting[: tree[0].shape[0]]  # without the spare entry
+    profile, prices = state.counts.profile, state.throughput.prices
+    return next_pass(tree[4], tree[3], waiting, size, profile, prices, rounds)
 
 
 def _append_likely(
@@ -225,12 +235,12 @@ def _append_likely(
     counters: Counters,
     frontier: Nodes,
     children: tuple[Tensor, Tensor, Tensor | None],
-    counts: Counts,
-    notes: Notes,
+    state: SearchState,
     limits: Limits,
 ) -> None:
     """children: tokens, stated log-probabilities and marks, [rows, places], best first."""
     (size, _, overflow), (tokens, stated, sources) = counters, children
+    counts, notes = state.counts, state.notes
     rows, places = tokens.shape
     drafted = _spared(frontier, notes)
     notes.waiting.index_fill_(0, drafted, False)
@@ -255,8 +265,9 @@ def _append_likely(
     notes.waiting.index_fill_(0, at, True)
 
 
-def _require_books(tree: Arrays, counts: Counts, notes: Notes, throughput: Throughput) -> None:
+def _require_state(tree: Arrays, state: SearchState) -> None:
     """Raise InputError where tables are not those of the cells, levels and places above, or too small for the tree."""
+    counts, notes, throughput = state.counts, state.notes, state.throughput
     signature = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
     profile = f"float32 [{LEVELS}, {PLACES}]"
     signature = f"{signature}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
@@ -283,14 +294,23 @@ def _spared(nodes: Nodes, notes: Notes) -> Tensor:
 
 
 @op
+def bind_search(state: SearchState) -> SearchState:
+    """Return the state, of which the ops of a search are then asked; a backend may check and look it up once, here.
+
+    Its tensors are shared, so that what is written into them holds, and may not be resized.
+    """
+    if run := native.bind_search[state.throughput.recent.device]:
+        return run(state)
+    return state
+
+
+@op
 def count_outcomes(
     tree: Arrays,
     size: Tensor,
     path: Nodes,
     chosen: Tensor,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
 ) -> None:
     """Take the outcome of a tree into counts and throughput: the target, at the nodes of `path`, chose these tokens.
 
@@ -299,14 +319,14 @@ def count_outcomes(
     of all nodes drafted from go into the profile. The path's nodes are committed tokens, as in `update_throughput`.
     """
     if run := native.count_outcomes[size.device]:
-        return run(tree, size, path, chosen, counts, notes, throughput)
+        return run(tree, size, path, chosen, state)
     signature = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
     require(signature, path.ids, chosen, size, path.live)
-    _require_books(tree, counts, notes, throughput)
+    _require_state(tree, state)
     if run := kernels.count_outcomes[size.device]:
-        return run(tree, size, path, chosen, counts, notes, throughput)
-    _count(tree, size, path, chosen, counts, notes)
-    update_throughput(throughput, path.live)
+        return run(tree, size, path, chosen, state)
+    _count(tree, size, path, chosen, state.counts, state.notes)
+    update_throughput(state.throughput, path.live)
     return None
 
 
@@ -484,9 +504,7 @@ Source = (
 def start_search(
     tree: Arrays,
     size: Tensor,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     rounds: int,
     free: Source,
     asked: tuple[int, float],
@@ -498,22 +516,18 @@ def start_search(
     none of them is right. With a source of these it reads the tree on the host.
     """
     if run := native.start_search[size.device]:
-        return run(tree, size, counts, notes, throughput, rounds, free, asked)
-    _require_books(tree, counts, notes, throughput)
+        return run(tree, size, state, rounds, free, asked)
+    _require_state(tree, state)
     if free is None and (run := kernels.start_search[size.device]):
-        return run(tree, size, counts, notes, throughput, rounds, free, asked)
-    for part in (throughput.drafting, notes.drafted, notes.waiting):
+        return run(tree, size, state, rounds, free, asked)
+    for part in (state.throughput.drafting, state.notes.drafted, state.notes.waiting):
         part.zero_()
-    notes.waiting[:1].fill_(True)
-    waiting = notes.waiting[: tree[0].shape[0]]  # without the spare entry
-    pays = (
-        next_pass(tree[4], tree[3], waiting, size, counts.profile, throughput.prices, rounds).live
-        > 0
-    ).int()
+    state.notes.waiting[:1].fill_(True)
+    pays = (_next_of(tree, size, state, rounds).live > 0).int()
     if free is not None and pays:
         root = Nodes.of(torch.zeros(1, dtype=torch.int64, device=size.device))
         free_nodes = _free_below(free, tree, size, root, *asked)
-        if free_nodes is not None and _is_covered(free_nodes, tree, size, counts, throughput):
+        if free_nodes is not None and _is_covered(free_nodes, tree, size, state):
             pays.zero_()
     return pays
 
@@ -527,9 +541,8 @@ def _free_below(
     return None if free_nodes is None else Free(*free_nodes)
 
 
-def _is_covered(
-    free: Free, tree: Arrays, size: Tensor, counts: Counts, throughput: Throughput
-) -> bool:
+def _is_covered(free: Free, tree: Arrays, size: Tensor, state: SearchState) -> bool:
+    counts = state.counts
     edges = chances(*_read(free, tree, size, counts), counts.table).exp().tolist()
     paths, missed, depths = [1.0], [1.0], [0]  # of the root, and the free nodes below it
     for parent, edge in zip(free.parents, edges, strict=True):
@@ -537,7 +550,11 @@ def _is_covered(
         paths.append(paths[parent] * edge)
         missed.append(paths[-1])
         depths.append(depths[parent] + 1)
-    share, price, gain = float(counts.profile[0].sum()), float(throughput.prices.draft[1]), 0.0
+    share, price, gain = (
+        float(counts.profile[0].sum()),
+        float(state.throughput.prices.draft[1]),
+        0.0,
+    )
     for level in range(max(depths) + 1):
         chances_there = (
             chance for chance, depth in zip(missed, depths, strict=True) if depth == level
@@ -562,9 +579,7 @@ def _read(free: Free, tree: Arrays, size: Tensor, counts: Counts) -> tuple[Tenso
 def keep_likely(
     tree: Arrays,
     size: Tensor,
-    counts: Counts,
-    notes: Notes,
-    throughput: Throughput,
+    state: SearchState,
     free: Source,
     asked: tuple[int, int, float],
     most: int,
@@ -580,11 +595,12 @@ def keep_likely(
     (ties: the first), and as many of these are selected as are worth the most.
     """
     if run := native.keep_likely[size.device]:
-        return Nodes(*run(tree, size, counts, notes, throughput, free, asked, most))
-    _require_books(tree, counts, notes, throughput)
+        return Nodes(*run(tree, size, state, free, asked, most))
+    _require_state(tree, state)
+    counts, notes, throughput = state.counts, state.notes, state.throughput
     alone = free is None and not throughput.experts.numel()
     if alone and (run := kernels.keep_likely[size.device]):
-        return run(tree, size, counts, notes, throughput, free, asked, most)
+        return run(tree, size, state, free, asked, most)
     if free is not None:
         leaves, more, least = asked
         waiting = notes.waiting[: int(size)].nonzero()[:, 0]

@@ -261,9 +261,7 @@ def grow_likely(m: Memory) -> Arguments:
         counters,
         frontier,
         drafted,
-        counts(m),
-        notes(m),
-        throughput(m),
+        (counts(m), notes(m), throughput(m)),
         (-30.0, MOST, 2, 4),
     ]
 
@@ -274,17 +272,18 @@ def chain(nodes: Any, most: int, least: float) -> tuple[list[Any], ...]:
     return [size - 1, size], [200, 201], [-0.1, -0.2], [5, 6], [0, 12]
 
 
-@call(optional=(6,))
+@call(optional=(4,))
 def start_search(m: Memory) -> Arguments:
-    books = counts(m), notes(m), throughput(m)
-    return [tree(m), one(m, 1), *books, 2, chain, (6, -2.0)]
+    state = counts(m), notes(m), throughput(m)
+    return [tree(m), one(m, 1), state, 2, chain, (6, -2.0)]
 
 
-@call(optional=(5,))
+@call(optional=(3,))
 def keep_likely(m: Memory) -> Arguments:
     noted = notes(m)
     noted[3][4] = True  # the last of the chain waits
-    return [tree(m), one(m, NODES), counts(m), noted, throughput(m), chain, (3, 4, -2.0), MOST]
+    state = counts(m), noted, throughput(m)
+    return [tree(m), one(m, NODES), state, chain, (3, 4, -2.0), MOST]
 
 
 @call(optional=(6,))
@@ -315,7 +314,13 @@ def extract(m: Memory) -> Arguments:
 @call()
 def count_outcomes(m: Memory) -> Arguments:
     path = whole(m, 0, 1, 2), one(m, 3)
-    return [tree(m), one(m, NODES), path, whole(m, 101, 102, 5), counts(m), notes(m), throughput(m)]
+    state = counts(m), notes(m), throughput(m)
+    return [tree(m), one(m, NODES), path, whole(m, 101, 102, 5), state]
+
+
+@call()
+def bind_search(m: Memory) -> Arguments:
+    return [(counts(m), notes(m), throughput(m))]
 
 
 @call()

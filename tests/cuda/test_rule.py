@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.ops import Drafted, Limits, Nodes, Notes, Prices, Throughput, _nvrtc, cuda
+from specengine.ops import (
+    Drafted,
+    Limits,
+    Nodes,
+    Notes,
+    Prices,
+    SearchState,
+    Throughput,
+    _nvrtc,
+    cuda,
+)
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import auto, search
 from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
@@ -100,7 +110,8 @@ class Search:
         return Nodes(ids, torch.tensor([len(path)], dtype=torch.int32)), tokens
 
     def books(self) -> tuple[Any, ...]:
-        return self.tree, self.counters, self.counts, self.notes, self.throughput
+        state = SearchState(self.counts, self.notes, self.throughput)
+        return self.tree, self.counters, state
 
     def checked(self, name: str, device: str, exact: bool, given: Callable[[Any], tuple]) -> Any:
         """Run an op by its kernel on a copy of the books, and otherwise on them; return what the latter returns."""
@@ -204,14 +215,14 @@ def test_a_tree_without_room_is_left_alone(device: str) -> None:
     search.counters[0].fill_(8)
     search.tree[1][1:8] = 0
     search.counters[1].fill_(1)
-    tree, counters, *books = copied(search.books(), device)
+    tree, counters, state = copied(search.books(), device)
     frontier = Nodes(
         torch.tensor([0, 1, 2], device=device),
         torch.full((1,), 3, dtype=torch.int32, device=device),
     )
     drafted = copied(search.drafted(False, False), device)
     before = copied(tree)
-    cuda.grow_likely(tree, counters, frontier, drafted, *books, search.limits._replace(least=-50.0))
+    cuda.grow_likely(tree, counters, frontier, drafted, state, search.limits._replace(least=-50.0))
     assert [int(number) for number in counters] == [8, 1, 1]
     alike(copied(tree), before, True, "tree")
 
@@ -221,13 +232,13 @@ def test_there_is_no_further_pass_behind_the_last(device: str) -> None:
     for passes, live in ((11, True), (12, False)):
         search.counters[0].fill_(1)
         search.counters[1].fill_(passes)
-        tree, counters, *books = copied(search.books(), device)
+        tree, counters, state = copied(search.books(), device)
         frontier = Nodes(
             torch.zeros(8, dtype=torch.int64, device=device),
             torch.ones(1, dtype=torch.int32, device=device),
         )
         drafted = copied(search.drafted(False, False), device)
-        found = cuda.grow_likely(tree, counters, frontier, drafted, *books, search.limits)
+        found = cuda.grow_likely(tree, counters, frontier, drafted, state, search.limits)
         assert (int(found.live) > 0) is live
         assert live or found.ids.tolist() == [0] * 8
         assert int(counters[0]) > 1
@@ -269,18 +280,18 @@ def test_blocks_of_the_default_ask_for_no_more_memory_than_a_launch_has() -> Non
 def test_a_level_captured_once() -> None:
     """Replays are the levels of a search: what they read stands on the device."""
     search = Search(*SHAPES[0], 5)
-    tree, counters, *books = copied(search.books(), "cuda")
+    tree, counters, state = copied(search.books(), "cuda")
     frontier = root_alone(8, "cuda")
     drafted = copied(search.drafted(False, False), "cuda")
-    given = tree, counters, frontier, drafted, *books, search.limits
-    state = copied(given, "cuda")
+    given = tree, counters, frontier, drafted, state, search.limits
+    before = copied(given, "cuda")
     cuda.grow_likely(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = cuda.grow_likely(*given)
     for into, values in zip(
-        leaves(given[:2]) + leaves(tuple(books)),
-        leaves(state[:2]) + leaves(state[4:7]),
+        leaves(given[:2]) + leaves(state),
+        leaves(before[:2]) + leaves(before[4]),
         strict=True,
     ):
         into.copy_(values)

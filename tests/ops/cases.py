@@ -319,6 +319,14 @@ def throughput_of(draw: Draw, nodes: int, width: int) -> ops.Throughput:
     )
 
 
+def state_of(
+    draw: Draw, tree: tuple, size: int, narrowest: int = 1, widest: int = 6
+) -> ops.SearchState:
+    counts, notes = search_of(draw, tree, size)
+    throughput = throughput_of(draw, draw.between(1, 20), draw.between(narrowest, widest))
+    return ops.SearchState(counts, notes, throughput)
+
+
 def copies_of(draw: Draw, tree: tuple, size: int, ids: Tensor | None) -> Any:
     """Copies, which know a text of the tree's tokens; those of the extension, if it runs the ops here."""
     copies = lookup.backend().Copies([0.5, 0.7, 0.9], 8.0, 0.98, 8)
@@ -349,11 +357,8 @@ def grow_likely(draw: Draw) -> tuple:
     nodes = ops.Nodes(torch.cat([frontier, draw.whole(size, padding)]), count(rows))
     limits = ops.Limits(draw.one_of([-1e9, -6.0, -2.0]), draw.between(1, 40), draw.between(1, 3), 4)
     counters = count(size), count(draw.between(1, 5)), count(0)
-    books = (
-        *search_of(draw, tree, size),
-        throughput_of(draw, draw.between(1, 20), draw.between(8, 9)),
-    )
-    return (tree, counters, nodes, drafted, *books, limits), {}
+    state = state_of(draw, tree, size, 8, 9)
+    return (tree, counters, nodes, drafted, state, limits), {}
 
 
 def source_of(draw: Draw, size: int) -> Callable[..., Free | None] | None:
@@ -375,11 +380,11 @@ def source_of(draw: Draw, size: int) -> Callable[..., Free | None] | None:
 
 def start_search(draw: Draw) -> tuple:
     tree = tree_of(draw, 1, draw.one_of([40, 80]))
-    books = *search_of(draw, tree, 1), throughput_of(draw, draw.between(1, 20), draw.between(1, 6))
+    state = state_of(draw, tree, 1)
     return (
         tree,
         count(1),
-        *books,
+        state,
         draw.between(1, 3),
         source_of(draw, 1),
         (draw.between(1, 6), -draw.between(1, 3)),
@@ -389,12 +394,9 @@ def start_search(draw: Draw) -> tuple:
 def keep_likely(draw: Draw) -> tuple:
     size = draw.between(1, 40)
     tree = tree_of(draw, size, draw.one_of([80, size + 3]))
-    books = (
-        *search_of(draw, tree, size),
-        throughput_of(draw, draw.between(1, 20), draw.between(1, 6)),
-    )
+    state = state_of(draw, tree, size)
     asked = draw.between(1, 9), draw.between(1, 6), -draw.between(1, 3)
-    return (tree, count(size), *books, source_of(draw, size), asked, draw.between(1, 30)), {}
+    return (tree, count(size), state, source_of(draw, size), asked, draw.between(1, 30)), {}
 
 
 def count_outcomes(draw: Draw) -> tuple:
@@ -409,11 +411,8 @@ def count_outcomes(draw: Draw) -> tuple:
         path.append(draw.one_of(below))
         chosen.append(int(tree[0][path[-1]]))
     nodes = ops.Nodes(torch.tensor(path + [0] * padding), count(len(path)))
-    books = (
-        *search_of(draw, tree, size),
-        throughput_of(draw, draw.between(1, 20), draw.between(1, 6)),
-    )
-    return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), *books), {}
+    state = state_of(draw, tree, size)
+    return (tree, count(size), nodes, poisoned(torch.tensor(chosen), padding), state), {}
 
 
 def update_throughput(draw: Draw) -> tuple:

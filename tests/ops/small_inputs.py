@@ -24,7 +24,16 @@ from specengine.ops._trial import (
     _whole,
 )
 from specengine.ops.tree import Nodes
-from specengine.ops.worth import KNOTS, LEVELS, PLACES, Counts, Notes, Prices, Throughput
+from specengine.ops.worth import (
+    KNOTS,
+    LEVELS,
+    PLACES,
+    Counts,
+    Notes,
+    Prices,
+    SearchState,
+    Throughput,
+)
 
 
 def _real(device: torch.device, value: float) -> Tensor:
@@ -181,7 +190,7 @@ def _search(device: torch.device, capacity: int = 20) -> tuple[Any, ...]:
         (_real(device, 0.25), _count(device, 3), _real(device, 0.5)),
     )
     throughput = Throughput(verify, draft, prices, recent, *numbers, verify.new_zeros(0))
-    return _tree(device, capacity), _count(device, 5), counts, notes, throughput
+    return _tree(device, capacity), _count(device, 5), SearchState(counts, notes, throughput)
 
 
 def _start_search(device: torch.device) -> list[tuple[Any, ...]]:
@@ -189,7 +198,7 @@ def _start_search(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _grow_likely(device: torch.device) -> list[tuple[Any, ...]]:
-    tree, size, *books = _search(device)
+    tree, size, state = _search(device)
     frontier, logits = Nodes(_whole(device, 1, 2, 4), _count(device, 3)), _wave(device, 3, COLUMNS)
     ids = torch.arange(COLUMNS, device=device, dtype=torch.int64) * 3
     marks = (_wave(device, 3, COLUMNS, phase=1.0) > 0).to(torch.uint8)
@@ -198,7 +207,7 @@ def _grow_likely(device: torch.device) -> list[tuple[Any, ...]]:
         select.Drafted(logits, ids, False, marks),
         select.Drafted(logits.log_softmax(1), None, True, None),
     )
-    return [(tree, counters, frontier, drafted, *books, limits) for drafted in both]
+    return [(tree, counters, frontier, drafted, state, limits) for drafted in both]
 
 
 def _keep_likely(device: torch.device) -> list[tuple[Any, ...]]:
@@ -206,9 +215,9 @@ def _keep_likely(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _count_outcomes(device: torch.device) -> list[tuple[Any, ...]]:
-    tree, size, *books = _search(device)
+    tree, size, state = _search(device)
     path = Nodes(_whole(device, 0, 1, 3), _count(device, 3))
-    return [(tree, size, path, _whole(device, 8, 10, 99), *books)]
+    return [(tree, size, path, _whole(device, 8, 10, 99), state)]
 
 
 INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {

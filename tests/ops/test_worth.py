@@ -1,5 +1,6 @@
 """Ops of the search that weighs worth against costs: each backend against trying everything; what they refuse."""
 
+import gc
 import math
 
 import pytest
@@ -9,9 +10,20 @@ from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.errors import InputError
-from specengine.ops import Counts, Drafted, Limits, Nodes, Notes, Prices, Throughput, worth
+from specengine.ops import (
+    Counts,
+    Drafted,
+    Limits,
+    Nodes,
+    Notes,
+    Prices,
+    SearchState,
+    Throughput,
+    worth,
+)
 from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES, WINDOW, WORTH
 from tests import toy
+from tests.ops import cases
 from tests.ops.backends import each_backend, of_each
 from tests.ops.inputs import INF, alive, count, poisoned, quick, some
 
@@ -302,7 +314,11 @@ class TestCounting:
         notes.drafted[:2] = True
         path = Nodes(torch.tensor([0, 1, 0]), count(2))
         ops.count_outcomes(
-            tree.arrays, count(4), path, torch.tensor([5, 8, 5]), counts, notes, throughput_of()
+            tree.arrays,
+            count(4),
+            path,
+            torch.tensor([5, 8, 5]),
+            SearchState(counts, notes, throughput_of()),
         )
         middle = KNOTS // 2
         assert counts.tries[:5, middle].tolist() == [2, 3, 3, 3, 2]
@@ -329,9 +345,7 @@ class TestCounting:
                     count(2),
                     path,
                     torch.tensor([token]),
-                    counts,
-                    notes,
-                    throughput_of(),
+                    SearchState(counts, notes, throughput_of()),
                 )
             assert math.isclose(float(counts.tries[0, KNOTS // 2]), WINDOW, rel_tol=1e-4)
             assert math.isclose(float(counts.table[0, KNOTS // 2]), bound, rel_tol=1e-4)
@@ -347,7 +361,7 @@ class TestCounting:
             (count(1), Nodes(path.ids, torch.tensor([1])), chosen),
         ):
             with pytest.raises(InputError, match=r"^(path|chosen|size|live): got"):
-                ops.count_outcomes(tree.arrays, *wrong, counts, notes, throughput_of())
+                ops.count_outcomes(tree.arrays, *wrong, SearchState(counts, notes, throughput_of()))
 
 
 def throughput_of(nodes=9, width=3, seconds=0.0):
@@ -379,7 +393,12 @@ class TestGrowLikely:
         drafted = Drafted(logits, tokens, True, marks)
         return (
             ops.grow_likely(
-                tree.arrays, counters, frontier, drafted, counts, notes, throughput, limits
+                tree.arrays,
+                counters,
+                frontier,
+                drafted,
+                SearchState(counts, notes, throughput),
+                limits,
             ),
             notes,
             throughput,
@@ -454,3 +473,61 @@ class TestGrowLikely:
         for name in ("size", "passes", "overflow"):
             with pytest.raises(InputError, match=rf"^{name}: got"):
                 self.grow(tree, root, logits, **{name: torch.tensor([1])})
+
+
+class TestBindSearch:
+    @pytest.mark.parametrize(
+        "name", ["start_search", "grow_likely", "keep_likely", "count_outcomes"]
+    )
+    @each_backend
+    @quick
+    @given(st.integers(0, 2**32))
+    def test_a_bound_state_is_read_and_written_as_the_one_it_was_made_of(self, backend, name, seed):
+        plain, bound = (cases.CASES[name](cases.Draw(seed))[0] for _ in range(2))
+        at = next(n for n, part in enumerate(plain) if isinstance(part, SearchState))
+        given_bound = [*bound[:at], ops.bind_search(bound[at]), *bound[at + 1 :]]
+        for state in (plain[at], bound[at]):  # after it was bound
+            state.counts.table.mul_(0.5)
+        run = getattr(ops, name)
+        assert equal(run(*given_bound), run(*plain))
+        assert equal(bound, plain)
+
+    @each_backend
+    def test_it_keeps_its_tensors_and_hands_them_out(self, backend):
+        tree, state = toy.TokenTree.root(9, 4), SearchState(*fresh(), throughput_of())
+        bound = ops.bind_search(SearchState(*state))
+        del state
+        gc.collect()
+        bound.throughput.prices.draft.fill_(9.0)
+        pays = ops.start_search(tree.arrays, tree.size, bound, 1, None, (1, -1.0))
+        assert pays.tolist() == [0]
+        assert bound.notes.waiting.tolist()[:2] == [True, False]
+
+    @pytest.mark.parametrize("backend", ["cpp"], indirect=True)
+    def test_refusals(self, backend):
+        tree, (counts, notes) = toy.TokenTree.root(9, 4), fresh()
+        with pytest.raises(InputError, match=r"^hits: got"):
+            ops.bind_search(
+                SearchState(counts._replace(hits=counts.hits[0]), notes, throughput_of())
+            )
+        bound = ops.bind_search(SearchState(counts, notes, throughput_of()))
+        counts.group.fill_(99)
+        with pytest.raises(InputError, match=r"^group: got 99"):
+            ops.start_search(tree.arrays, tree.size, bound, 1, None, (1, -1.0))
+        counts.group.zero_()
+        larger = toy.TokenTree.root(9, 400)
+        with pytest.raises(InputError, match=r"^stated: got"):
+            ops.start_search(larger.arrays, larger.size, bound, 1, None, (1, -1.0))
+
+
+def equal(one, other):
+    """Return whether all bits are equal, of what counts."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
+    if isinstance(one, Nodes):
+        one, other = (
+            tuple(part[: int(nodes.live)] for part in nodes[:1]) for nodes in (one, other)
+        )
+    if isinstance(one, tuple):
+        return all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return True  # numbers and functions, which are the same by their seed

@@ -42,7 +42,7 @@ def auto(costs: str | PassCosts = CHEAP, **options: Any) -> Auto:
     """Return an `auto` that takes chances as stated until it has counted others."""
     policy = policies.make("auto", costs=costs, **options)
     assert isinstance(policy, Auto)
-    counts = state_of(policy).counts
+    counts = state_of(policy).bound.counts
     counts.table.copy_(torch.linspace(-ODDS, ODDS, KNOTS).sigmoid().clamp(MIN_CHANCE, MAX_CHANCE))
     counts.hits.copy_(counts.tries * counts.table)
     return policy
@@ -94,11 +94,11 @@ def left_by(law: Rows, given: PassCosts, **shape: int) -> float:
     state, profile = state_of(policy), torch.zeros(LEVELS, PLACES)
     for row, chances in zip(profile, law, strict=True):
         row[: len(chances)] = torch.tensor(chances)
-    state.counts.profile.copy_(profile)
-    state.throughput.recent.copy_(torch.tensor([best, 1.0]))
-    ops.update_throughput(state.throughput, state.none)
+    state.bound.counts.profile.copy_(profile)
+    state.bound.throughput.recent.copy_(torch.tensor([best, 1.0]))
+    ops.update_throughput(state.bound.throughput, state.none)
     tree = drafted(policy, Lawful(law)).tree
-    time = state.throughput.verify[len(tree)] + state.throughput.drafting
+    time = state.bound.throughput.verify[len(tree)] + state.bound.throughput.drafting
     return 1 - float(tree.path_log_probs.exp().sum() / time) / best
 
 
@@ -184,7 +184,7 @@ def test_caps_hold_whatever_was_counted(
 
 def read(policy: Auto, stated: float, place: int = 0, depth: int = 1) -> float:
     """The chance of a child of that stated probability, for answers as the present one."""
-    counts = state_of(policy).counts
+    counts = state_of(policy).bound.counts
     cell = ops.worth.cells_of(counts.group, None, torch.tensor([depth]), torch.tensor([place]))
     return float(ops.chances(torch.tensor([stated]).log(), cell, counts.table).exp())
 
@@ -217,8 +217,8 @@ def test_a_draft_that_becomes_worse_is_noticed() -> None:
         for _ in range(600):
             draft = world.cycle()
             time = float(
-                state_of(policy).throughput.verify[len(draft.tree)]
-                + state_of(policy).throughput.drafting
+                state_of(policy).bound.throughput.verify[len(draft.tree)]
+                + state_of(policy).bound.throughput.drafting
             )
             lost.append(best * time - world.expected(draft.tree))
         assert min(lost) > -1e-4
@@ -245,14 +245,14 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     for _ in range(12 * REPRICED):
         cycle = world.cycle()
         used[len(cycle.tree)] += 1
-        throughput = state_of(policy).throughput
+        throughput = state_of(policy).bound.throughput
         passes = float(throughput.drafting) / float(throughput.draft[1])  # one price at all widths
         real = Seconds(
             verify=verify * float(drafted_before.verify[len(cycle.tree)]),
             draft=passes * draft * float(thought.draft[1]),
         )
         policy.learn(Outcome.of(Cycle(cycle.tree, [0], [ELSEWHERE], real, 1)))
-    found = state_of(policy).throughput
+    found = state_of(policy).bound.throughput
     (rows, _), *_ = used.most_common()
     assert math.isclose(
         float(found.verify[rows] / drafted_before.verify[rows]), verify, rel_tol=0.05
@@ -287,15 +287,15 @@ def test_prices_of_graphs_stay_over_many_answers_whatever_their_eager_first_cycl
             seconds = Seconds(
                 draft=took, verify=verify, total=0.02, model=verify + took, captured=True
             )
-            counted = state_of(policy).counts.tries.clone() if number == 35 else None
+            counted = state_of(policy).bound.counts.tries.clone() if number == 35 else None
             policy.learn(Outcome.of(Cycle(tree, [0], [ELSEWHERE], seconds, 1, learnt=True)))
             if counted is not None:  # inside the graph
-                assert torch.equal(state_of(policy).counts.tries, counted)
+                assert torch.equal(state_of(policy).bound.counts.tries, counted)
     corrections = policy._costs.corrections
     assert [corrections.verify.factor, corrections.draft.factor] == pytest.approx(
         [1.0, 1.0], abs=1e-3
     )
-    assert float(state_of(policy).throughput.verify[1]) == pytest.approx(verify, rel=1e-3)
+    assert float(state_of(policy).bound.throughput.verify[1]) == pytest.approx(verify, rel=1e-3)
     assert policy._pace._gain < 0.1  # one token of each cycle, whose passes brought nothing
 
 
@@ -311,12 +311,12 @@ def test_costs_that_stay_are_not_corrected() -> None:
     policy = auto(CHEAP)
     assert not policy.plan().reads_costs
     draft = drafted(policy, Lawful([[0.5]] * LEVELS))
-    before = state_of(policy).throughput.verify.clone()
+    before = state_of(policy).bound.throughput.verify.clone()
     for _ in range(2 * REPRICED):
         policy.learn(
             Outcome.of(Cycle(draft.tree, [0], [ELSEWHERE], Seconds(verify=50.0, draft=1.0), 1))
         )
-    assert torch.equal(state_of(policy).throughput.verify, before)
+    assert torch.equal(state_of(policy).bound.throughput.verify, before)
 
 
 @pytest.mark.parametrize("given", [3, "no such file", None])
@@ -363,7 +363,7 @@ def test_free_continuations_are_hung_and_accepted_and_passes_left_out_where_they
     cell = ops.worth.cells_of(
         torch.tensor([0]), torch.tensor([FREE]), torch.tensor([1]), torch.tensor([0])
     )
-    counts = state_of(policy).counts
+    counts = state_of(policy).bound.counts
     assert float(ops.chances(torch.tensor([0.9]).log(), cell, counts.table).exp()) > 0.95
     assert all(len(draft.grown) <= policy.capacity and len(draft.tree) <= 8 for draft in drafts)
 
@@ -431,19 +431,19 @@ class Recalled(Lawful):
 def test_drafts_without_a_model_have_chances_of_their_own() -> None:
     """The target agrees in half of all cases; what that teaches is none of a head's, nor of drawn answers'."""
     policy, stated = auto(), HELD[4]
-    before = state_of(policy).counts.hits.clone()
+    before = state_of(policy).bound.counts.hits.clone()
     world = World(policy, Recalled([[stated]] * LEVELS), lambda tree, node: 0.5)
     for _ in range(400):
         world.cycle()
     assert abs(read(policy, stated) - 0.5) < 4 * math.sqrt(0.25 / ops.worth.WINDOW)
-    changed = (state_of(policy).counts.hits != before).any(1).view(4, -1).any(1)
+    changed = (state_of(policy).bound.counts.hits != before).any(1).view(4, -1).any(1)
     assert changed.tolist() == [False, False, True, False]
     policy.begin(30, sampled=True)
-    assert state_of(policy).counts.group.tolist() == [3]
+    assert state_of(policy).bound.counts.group.tolist() == [3]
     assert math.isclose(read(policy, stated), stated, abs_tol=1e-3)
     policy.begin(30)
     World(policy, Lawful([[stated]] * LEVELS), lambda tree, node: 0.5).cycle()
-    assert state_of(policy).counts.group.tolist() == [0]
+    assert state_of(policy).bound.counts.group.tolist() == [0]
     assert math.isclose(read(policy, stated), stated, abs_tol=0.05)
 
 
@@ -451,6 +451,6 @@ def test_recycled_tokens_are_thought_less_sure_without_a_head() -> None:
     """As was counted of greedy answers: a successor seen last is no distribution of what comes now."""
     policy = policies.make("auto", costs=CHEAP)
     assert isinstance(policy, Auto)
-    table = state_of(policy).counts.table.view(4, ops.worth.SOURCES, -1, KNOTS)
+    table = state_of(policy).bound.counts.table.view(4, ops.worth.SOURCES, -1, KNOTS)
     sure = table[:, FREE | RECYCLED, :, KNOTS // 2 + 2 :].mean((1, 2))
     assert sure[2] < sure[0]

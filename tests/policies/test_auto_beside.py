@@ -114,15 +114,15 @@ def test_what_is_counted_together_and_what_is_a_texts_own() -> None:
     second.learn_with(first)
     one, other = state_of(first), state_of(second)
     for name in ("hits", "tries", "table"):
-        assert getattr(other.counts, name) is getattr(one.counts, name)
-    assert other.throughput.recent is one.throughput.recent
+        assert getattr(other.bound.counts, name) is getattr(one.bound.counts, name)
+    assert other.bound.throughput.recent is one.bound.throughput.recent
     for name in ("gains", "passes", "profile", "group"):
-        assert getattr(other.counts, name) is not getattr(one.counts, name)
-    assert other.throughput.verify is not one.throughput.verify
+        assert getattr(other.bound.counts, name) is not getattr(one.bound.counts, name)
+    assert other.bound.throughput.verify is not one.bound.throughput.verify
     first.begin(10, sampled=True)
     second.begin(10)
-    assert (int(one.counts.group), int(other.counts.group)) == (1, 0)
-    assert torch.equal(other.books[0].hits, one.books[0].hits)
+    assert (int(one.bound.counts.group), int(other.bound.counts.group)) == (1, 0)
+    assert torch.equal(other.bound.counts.hits, one.bound.counts.hits)
 
 
 def test_forwards_of_all_texts_correct_the_price_of_their_rows() -> None:
@@ -144,5 +144,5 @@ def test_forwards_of_all_texts_correct_the_price_of_their_rows() -> None:
     second.begin(0, costs=lambda: shared)
     rows = second._costs.predicted.rows
     assert rows[8] == pytest.approx(0.02, rel=0.05)
-    price = state_of(second).throughput.verify
+    price = state_of(second).bound.throughput.verify
     assert float(price[6]) == pytest.approx(rows[3] + 3 * (rows[8] - rows[3]))

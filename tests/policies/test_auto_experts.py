@@ -100,7 +100,8 @@ def chosen(
     if related:
         books = books._replace(experts=torch.tensor([expert * EACH, EACH / ALL, *reads.ratios()]))
     notes = ops.Notes(*(part.new_zeros(tree.capacity + 1) for part in notes))
-    kept = ops.keep_likely(tree.arrays, tree.size, counts, notes, books, None, (1, 1, -1.0), size)
+    state = ops.SearchState(counts, notes, books)
+    kept = ops.keep_likely(tree.arrays, tree.size, state, None, (1, 1, -1.0), size)
     assert int(books.verified) == int(kept.live)
     return kept.alive().tolist()
 
@@ -247,7 +248,7 @@ def test_costs_without_experts_leave_it_as_it_was() -> None:
     assert isinstance(policy, Auto)
     drafted(policy, Lawful([[0.6, 0.2]] * 8))
     assert policy._costs.experts is None
-    assert [state.throughput.experts.numel() for state in policy._state.values()] == [0]
+    assert [state.bound.throughput.experts.numel() for state in policy._state.values()] == [0]
 
 
 def test_relations_are_those_of_the_rule() -> None:

@@ -53,7 +53,7 @@ def grown(policy: TreePolicy, draft: ToyDrafter, token: int = 0) -> tuple[TokenT
 def even(policy: TreePolicy) -> TreePolicy:
     """auto with one table of chances for all nodes."""
     if isinstance(policy, Auto):
-        table = policy._state[CPU].counts.table
+        table = policy._state[CPU].bound.counts.table
         table.copy_(table[:1].clone())
     return policy
 
@@ -70,7 +70,7 @@ def edge(policy: TreePolicy, stated: Tensor) -> Tensor:
     if not isinstance(policy, Auto):
         return stated
     return ops.chances(
-        stated[None], torch.zeros(1, dtype=torch.int64), policy._state[CPU].counts.table
+        stated[None], torch.zeros(1, dtype=torch.int64), policy._state[CPU].bound.counts.table
     )[0]
 
 

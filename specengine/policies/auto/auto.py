@@ -19,7 +19,7 @@ from specengine.ops.tree import Beside, TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy, require, require_minimum
 from specengine.policies.auto.costs import CostModel
 from specengine.policies.auto.pacing import Pace
-from specengine.policies.auto.search import SearchState
+from specengine.policies.auto.search import DeviceSearch
 
 if TYPE_CHECKING:
     from specengine.ops.worth import Source
@@ -83,7 +83,7 @@ class Auto(TreePolicy):
         )
         self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
         self._state = PerDevice(self._start)
-        self._together: PerDevice[SearchState] | None = (
+        self._together: PerDevice[DeviceSearch] | None = (
             None  # state of the one that it learns together with
         )
         self._group = 0  # of answers: greedy, sampled
@@ -103,7 +103,8 @@ class Auto(TreePolicy):
 
     def state_on(self, device: torch.device) -> tuple[Tensor, ...]:
         state = self._state[device]
-        return *state.counts, state.throughput.recent, *state.throughput.prices, state.skipped
+        search = state.bound
+        return *search.counts, search.throughput.recent, *search.throughput.prices, state.skipped
 
     def plan(self) -> Plan:
         costs = self._costs
@@ -146,7 +147,7 @@ class Auto(TreePolicy):
 
     # ---- a cycle
 
-    def _first(self, tree: TokenTree, state: SearchState) -> Nodes:
+    def _first(self, tree: TokenTree, state: DeviceSearch) -> Nodes:
         """Return the root if its pass pays or is due, else nothing."""
         if (trained := tree.origin == "draft") is not state.trained:
             state.enter(self._group, trained)
@@ -154,7 +155,7 @@ class Auto(TreePolicy):
         bounds = self.budget, math.log(SURE)
         pays = (
             ops.number(
-                ops.start_search(tree.arrays, tree.size, *state.books, self.rounds, free, bounds)
+                ops.start_search(tree.arrays, tree.size, state.bound, self.rounds, free, bounds)
             )
             > 0
         )
@@ -172,14 +173,14 @@ class Auto(TreePolicy):
         if not drafted.logits.shape[0]:
             return self._first(tree, state)
         return ops.grow_likely(
-            tree.arrays, tree.counters, frontier, drafted, *state.books, self._limits
+            tree.arrays, tree.counters, frontier, drafted, state.bound, self._limits
         )
 
     def keep(self, tree: TokenTree) -> Nodes:
         state = self._state[tree.device]
         free = LEAVES, MAX_FREE, math.log(MIN_FREE)
         return ops.keep_likely(
-            tree.arrays, tree.size, *state.books, _source(tree), free, self.budget
+            tree.arrays, tree.size, state.bound, _source(tree), free, self.budget
         )
 
     def learn(self, outcome: Outcome) -> None:
@@ -192,22 +193,21 @@ class Auto(TreePolicy):
             return
         rested = self._rests and cycle is not None
         if not rested:
-            ops.count_outcomes(
-                tree.arrays, tree.size, path, chosen, *self._state[tree.device].books
-            )
+            bound = self._state[tree.device].bound
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, bound)
         if cycle is None:
             return
         state, experts = self._state[tree.device], self._costs.experts
         if experts is not None and cycle.experts is not None:
             extra = experts.observe(cycle.tree, cycle.experts.tolist(), self._costs.expert_seconds)
-            state.throughput.recent[1] += 0.0 if rested else extra
+            state.bound.throughput.recent[1] += 0.0 if rested else extra
         if timed := self.costs == MEASURED and cycle.seconds.split:
             self._time(cycle, state, rested)
         if timed or experts is not None:
             self._count(len(cycle.tokens))
         self._learning = time.perf_counter() - began
 
-    def _time(self, cycle: Cycle, state: SearchState, rested: bool) -> None:
+    def _time(self, cycle: Cycle, state: DeviceSearch, rested: bool) -> None:
         """Learn from the time that a cycle took: whether trees pay, and what its rows and passes cost."""
         seconds, costs = cycle.seconds, self._costs
         if costs.base.padded:
@@ -223,10 +223,10 @@ class Auto(TreePolicy):
                     expected=costs.predicted.rows[1] / plain,
                     repeated=cycle.repeated,
                 )
-            tokens, spent = state.throughput.recent.tolist()
+            tokens, spent = state.bound.throughput.recent.tolist()
             grown = cycle.tree if cycle.grown is None else cycle.grown
             passes = 0 if rested else int(grown.passes)
-            drafted = int(state.notes.drafted[: len(grown)].sum()) if passes else 0
+            drafted = int(state.bound.notes.drafted[: len(grown)].sum()) if passes else 0
             lost = costs.observe(
                 cycle, seconds.total - len(cycle.tokens) * spent / tokens, passes, drafted
             )
@@ -253,12 +253,12 @@ class Auto(TreePolicy):
 
     # ---- its parts
 
-    def _start(self, device: torch.device) -> SearchState:
+    def _start(self, device: torch.device) -> DeviceSearch:
         costs = self._costs
         widths = torch.tensor(
             [n for n in WIDTHS if n < self.width] + [self.width], device=device, dtype=torch.int64
         )
-        state = SearchState(
+        state = DeviceSearch(
             self.capacity, widths, costs.price(), costs.base.overhead, costs.expert_prices(), device
         )
         state.enter(self._group, trained=True)

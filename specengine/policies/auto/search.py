@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import CostTable
-from specengine.ops import Counts, Notes, Prices, Throughput
+from specengine.ops import Counts, Notes, Prices, SearchState, Throughput
 from specengine.ops.worth import LEVELS, MAX_CHANCE, MIN_CHANCE
 
 SHARED = (
@@ -24,8 +24,11 @@ PRIOR = Path(__file__).parents[1] / "networks" / "chances.safetensors"
 PRIOR_TRIES = 8.0  # tries that a prior counts for
 
 
-class SearchState:
-    """State of the rule on a device; skipped: int32 [1], cycles since the last draft pass; trained: as in `enter`."""
+class DeviceSearch:
+    """State of the rule on a device.
+
+    bound: what ops read and write of it; skipped: int32 [1], cycles since the last draft pass; trained: as in `enter`.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,6 @@ class SearchState:
         experts: Sequence[float],
         device: torch.device,
     ) -> None:
-        self.counts, self.notes = _counts(device), _notes(capacity, device)
         seconds = CostTable(*(table.to(device, copy=True) for table in tables))
         plain = seconds.verify[1:2]
         prices = Prices(torch.zeros_like(seconds.verify), torch.zeros_like(seconds.draft), widths)
@@ -47,11 +49,11 @@ class SearchState:
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
         beside = torch.full_like(drafting, overhead)
         relations = drafting.new_tensor(experts)
-        self.throughput = Throughput(
-            *seconds, prices, recent, drafting, verified, beside, relations
+        throughput = Throughput(*seconds, prices, recent, drafting, verified, beside, relations)
+        ops.update_throughput(throughput, self.none)
+        self.bound = ops.bind_search(
+            SearchState(_counts(device), _notes(capacity, device), throughput)
         )
-        ops.update_throughput(self.throughput, self.none)
-        self.books = self.counts, self.notes, self.throughput
 
     def enter(self, group: int, trained: bool) -> None:
         """Count by the chances of such answers and drafts.
@@ -60,26 +62,28 @@ class SearchState:
         and recycled only comes on top. Their groups come before those of other drafts.
         """
         self.trained = trained
-        self.counts.group.fill_(group + 2 * (not trained))
+        self.bound.counts.group.fill_(group + 2 * (not trained))
 
     def price(self, tables: CostTable, overhead: float, experts: Sequence[float]) -> None:
         """Bring prices up to date. experts: what prices nodes by their relation, as Throughput has it."""
-        throughput = self.throughput
+        throughput = self.bound.throughput
         throughput.verify.copy_(
             tables.verify, non_blocking=True
         )  # whose host has other things to do
         throughput.draft.copy_(tables.draft, non_blocking=True)
         throughput.overhead.fill_(overhead)
         if experts or throughput.experts.numel():
-            self.throughput = throughput._replace(experts=throughput.experts.new_tensor(experts))
-            self.books = self.counts, self.notes, self.throughput
-        ops.update_throughput(self.throughput, self.none)
+            throughput = throughput._replace(experts=throughput.experts.new_tensor(experts))
+            state = SearchState(self.bound.counts, self.bound.notes, throughput)
+            self.bound = ops.bind_search(state)
+        ops.update_throughput(throughput, self.none)
 
-    def share(self, other: SearchState) -> None:
+    def share(self, other: DeviceSearch) -> None:
         """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
-        self.counts = self.counts._replace(**{name: getattr(other.counts, name) for name in SHARED})
-        self.throughput = self.throughput._replace(recent=other.throughput.recent)
-        self.books = self.counts, self.notes, self.throughput
+        shared = {name: getattr(other.bound.counts, name) for name in SHARED}
+        counts = self.bound.counts._replace(**shared)
+        throughput = self.bound.throughput._replace(recent=other.bound.throughput.recent)
+        self.bound = ops.bind_search(SearchState(counts, self.bound.notes, throughput))
 
 
 @cache
