@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine.errors import InputError
+from specengine.errors import InputError, kind_of
 
 WORD_BITS = 64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,8 +52,16 @@ def require(signature: str, *tensors: Tensor | None) -> None:
             raise InputError(f"{name}: got {describe(tensor)}, accepted {kind} [{shape}]")
 
 
-def describe(*tensors: Tensor) -> str:
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
+def refuse_unless(holds: bool, name: str, accepted: str, *values: object) -> None:
+    """Raise InputError with the values, of tensors dtype and shape, unless `holds`. accepted: in words."""
+    if not holds:
+        raise InputError(f"{name}: got {describe(*values)}, accepted {accepted}")
+
+
+def describe(*values: object) -> str:
+    return ", ".join(
+        kind_of(value) if isinstance(value, Tensor) else repr(value) for value in values
+    )
 
 
 NO_FLOAT64 = ("mps",)  # kinds of device

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specengine.errors import InputError
-from specengine.ops._meanings import WORD_BITS, describe, require
+from specengine.ops._meanings import WORD_BITS, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.networks import rms_norm
 
@@ -49,10 +48,12 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) ->
     mask: bool [n, L], True where row sees slot; groups: query heads per key-value head; dtype: that of the queries;
     prefix: slots at the start that every row sees, as far as is known without reading the mask.
     """
-    if mask.dtype is not torch.bool or mask.dim() != 2 or not 0 <= prefix <= mask.shape[1]:
-        raise InputError(
-            f"mask: bool [n, L] with L of {prefix} or more is needed, got {describe(mask)}"
-        )
+    refuse_unless(
+        mask.dtype is torch.bool and mask.dim() == 2 and 0 <= prefix <= mask.shape[1],
+        "mask",
+        f"bool [n, L] with L of {prefix} or more",
+        mask,
+    )
     if run := kernels.pack_mask[mask.device]:
         return run(mask, groups, dtype, prefix)
     return (
@@ -71,18 +72,24 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
     Returns [Hq, n, D]; a row that sees nothing gives 0.
     """
     heads, rows, _ = query.shape
-    if key.shape != value.shape or heads % key.shape[0]:
-        raise InputError(
-            f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}"
-        )
+    refuse_unless(
+        key.shape == value.shape and heads % key.shape[0] == 0,
+        "query, key, value",
+        "[Hq, n, D], twice [Hkv, L, D]",
+        query,
+        key,
+        value,
+    )
     if isinstance(mask, Tensor):
         groups = heads // key.shape[0]
         if mask.shape[0] == rows and groups > 1:
             mask = mask.repeat(groups, 1)
-        if mask.shape[0] != groups * rows or mask.shape[1] != key.shape[1]:
-            raise InputError(
-                f"mask: [{rows} or {groups * rows}, {key.shape[1]}] is needed, got {describe(mask)}"
-            )
+        refuse_unless(
+            mask.shape[:2] == (groups * rows, key.shape[1]),
+            "mask",
+            f"[{rows} or {groups * rows}, {key.shape[1]}]",
+            mask,
+        )
     if run := kernels.tree_attention[query.device]:
         return run(query, key, value, mask, scale)
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
@@ -96,6 +103,19 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
         mask = mask.to(packed.dtype)
     out = scaled_dot_product_attention(packed, key[None], value[None], mask, scale=scale)
     return out.to(query.dtype).reshape(heads, rows, size)  # on a GPU a transposed view
+
+
+def _require_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    refuse_unless(
+        key.shape == value.shape
+        and query.shape[0] % key.shape[0] == 0
+        and query.dtype is key.dtype is value.dtype,
+        "query, key, value",
+        "[Hq, n, D], twice [Hkv, L, D], of one dtype",
+        query,
+        key,
+        value,
+    )
 
 
 @op
@@ -117,19 +137,9 @@ def cached_attention(
     j // 64 names slot prefix + j. prefix, live, seen: int32 [1] on the device; rows from `live` on are padding and
     give 0. The contents of other slots, NaN too, change nothing. No host read, so it can be captured.
     """
-    heads, rows, _ = query.shape
-    if (
-        key.shape != value.shape
-        or heads % key.shape[0]
-        or not query.dtype is key.dtype is value.dtype
-    ):
-        raise InputError(
-            f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}"
-        )
-    signature = "words: int64 [rows, words]; prefix: int32 [1]; live: int32 [1]; seen: int32 [1]"
-    require(signature, words, prefix, live, seen)
-    if words.shape[0] != rows:
-        raise InputError(f"words: got {describe(words)}, accepted int64 [{rows}, words]")
+    _require_heads(query, key, value)
+    signature = f"words: int64 [{query.shape[1]}, words]; prefix: int32 [1]; live: int32 [1]"
+    require(f"{signature}; seen: int32 [1]", words, prefix, live, seen)
     if run := kernels.cached_attention[query.device]:
         return run(query, key, value, words, prefix, live, seen, scale)
     groups, rows = query.shape[0] // key.shape[0], query.shape[1]
@@ -170,38 +180,35 @@ def rope_store(
     """
     turn = Rotation(*tables)
     heads, rows, size = query.shape
-    if (
-        size % 2
-        or key.shape != value.shape
-        or key.shape[1:] != (rows, size)
-        or heads % key.shape[0]
-    ):
-        raise InputError(
-            f"query [Hq, n, D], key, value [Hkv, n, D] are needed, got {describe(query, key, value)}"
-        )
-    if (
-        slab.dim() != 4
-        or slab.shape[:2] != (2, key.shape[0])
-        or slab.shape[3] != size
-        or slab.dtype is not key.dtype
-    ):
-        raise InputError(
-            f"slab: [2, {key.shape[0]}, capacity, {size}] is needed, got {describe(slab)}"
-        )
-    if any(
-        table.dtype is not torch.float32 or table.shape[1:] != (size // 2,) for table in turn[:2]
-    ):
-        raise InputError(
-            f"tables: float32 [positions, {size // 2}] x 2 are needed, got {describe(*turn[:2])}"
-        )
-    if (
-        positions.dtype is not torch.int64
-        or slot.dtype is not torch.int64
-        or live.dtype is not torch.int32
-    ):
-        raise InputError(
-            f"positions, slot, live: int64 [n], int64 [1], int32 [1], got {describe(positions, slot, live)}"
-        )
+    fits = size % 2 == 0 and key.shape[1:] == (rows, size) and heads % key.shape[0] == 0
+    refuse_unless(
+        fits and key.shape == value.shape,
+        "query, key, value",
+        "[Hq, n, D], twice [Hkv, n, D], D even",
+        query,
+        key,
+        value,
+    )
+    refuse_unless(
+        (slab.shape[:2], *slab.shape[3:], slab.dtype) == ((2, key.shape[0]), size, key.dtype),
+        "slab",
+        f"[2, {key.shape[0]}, capacity, {size}], of the dtype of key",
+        slab,
+    )
+    refuse_unless(
+        all(table.dtype is torch.float32 and table.shape[1:] == (size // 2,) for table in turn[:2]),
+        "tables",
+        f"twice float32 [positions, {size // 2}]",
+        *turn[:2],
+    )
+    refuse_unless(
+        (positions.dtype, slot.dtype, live.dtype) == (torch.int64, torch.int64, torch.int32),
+        "positions, slot, live",
+        "int64 [n], int64 [1], int32 [1]",
+        positions,
+        slot,
+        live,
+    )
     _require_norms(turn, query)
     if run := kernels.rope_store[query.device]:
         return run(query, key, value, positions, turn, slab, slot, live)
@@ -226,12 +233,13 @@ def rope_store(
 
 def _require_norms(turn: Rotation, query: Tensor) -> None:
     weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
-    if len(weights) == 1 or any(
-        (w.dtype, w.shape) != (query.dtype, query.shape[2:]) for w in weights
-    ):
-        raise InputError(
-            f"q_norm, k_norm: both, {describe(query[0, 0])}, or neither, got {describe(*weights)}"
-        )
+    refuse_unless(
+        len(weights) != 1
+        and all((w.dtype, w.shape) == (query.dtype, query.shape[2:]) for w in weights),
+        "q_norm, k_norm",
+        f"both, {query.dtype} [{query.shape[2]}], or neither",
+        *weights,
+    )
 
 
 @op
@@ -272,21 +280,10 @@ def strict_cached_attention(
     """
     if run := native.strict_cached_attention[query.device]:
         return run(query, key, value, paths, prefix, live, scale)
-    heads, rows, _ = query.shape
-    if (
-        key.shape != value.shape
-        or heads % key.shape[0]
-        or not query.dtype is key.dtype is value.dtype
-    ):
-        raise InputError(
-            f"query [Hq, n, D], key, value [Hkv, L, D] are needed, got {describe(query, key, value)}"
-        )
-    signature = (
-        "nodes: int32 [rows, most]; counts: int32 [rows]; prefix: int32 [1]; live: int32 [1]"
-    )
-    require(signature, *paths, prefix, live)
-    if len(paths.counts) != rows:
-        raise InputError(f"counts: got {describe(paths.counts)}, accepted int32 [{rows}]")
+    _require_heads(query, key, value)
+    rows = query.shape[1]
+    signature = f"nodes: int32 [{rows}, most]; counts: int32 [{rows}]"
+    require(f"{signature}; prefix: int32 [1]; live: int32 [1]", *paths, prefix, live)
     if run := kernels.strict_cached_attention[query.device]:
         return run(query, key, value, paths, prefix, live, scale)
     # By whole chunks of absolute positions, of which the j-th node of a path has prefix + j, so that neither the tree

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import describe, doubled, require
+from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import defined
 
@@ -73,8 +73,7 @@ def choose_tokens(
         "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
     )
     require(signature, logits, positions, seed, temperature)
-    if not logits.shape[1]:
-        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     for name, value in (("positions", positions), ("temperature", temperature)):
         if seed is not None and value is None:
             raise InputError(f"{name}: got None, needed where there is a seed")
@@ -107,8 +106,7 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
         "top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
     )
     require(signature, logits, temperature, *truncation)
-    if not logits.shape[1]:
-        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     if run := kernels.truncate[logits.device]:
         return run(logits, temperature, truncation)
     top_k, top_p, min_p = truncation
@@ -146,8 +144,7 @@ def couple(
         "seed: int64 [1]; scale: float32 [1]"
     )
     require(signature, logits, token_ids, positions, seed, scale)
-    if not logits.shape[1]:
-        raise InputError(f"logits: got {describe(logits)}, accepted 1 column or more")
+    refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     if run := kernels.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
     tokens = (

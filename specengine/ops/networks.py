@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, silu
 
-from specengine.errors import InputError
-from specengine.ops._meanings import describe, doubled, require
+from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import top_children, top_entropy
 
@@ -29,10 +28,7 @@ def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
     if run := native.mlp[features.device]:
         return run(features, net)
     _require_network(net, features.shape[-1])
-    if features.dtype is not torch.float32:
-        raise InputError(
-            f"features: got {describe(features)}, accepted float32 [..., {features.shape[-1]}]"
-        )
+    refuse_unless(features.dtype is torch.float32, "features", "float32 [..., inputs]", features)
     # by their weights, as calling a module takes longer than the products
     hidden = linear(features, net[0], net[1]).relu()
     return linear(hidden, net[2], net[3])[..., 0].sigmoid()
@@ -78,10 +74,14 @@ def classify_row(
     inputs = net[0].shape[1]
     _require_network(net, inputs)
     require("logits: floating [1, V]; depth: int32 [1]", logits, depth)
-    if not logits.shape[1] or top < 1 or inputs < 3:
-        raise InputError(
-            f"top, columns, inputs: got {top}, {logits.shape[1]}, {inputs}, accepted 1 or more, 1 or more, 3 or more"
-        )
+    refuse_unless(
+        logits.shape[1] >= 1 and top >= 1 and inputs >= 3,
+        "top, columns, inputs",
+        "1 or more, 1 or more, 3 or more",
+        top,
+        logits.shape[1],
+        inputs,
+    )
     probs = top_children(logits, inputs - 2, normalized)[0].exp()
     probs = pad(probs, (0, inputs - 2 - probs.shape[1]))
     entropy = top_entropy(logits, top, normalized)[:, None]
@@ -124,8 +124,7 @@ def beam_observation(
         return run(scores, depths, live, expansions, context, window)
     signature = "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]"
     require(signature, scores, depths, live, expansions, context)
-    if window.pad > 0:
-        raise InputError(f"pad: got {window.pad}, accepted 0 or less")
+    refuse_unless(window.pad <= 0, "pad", "0 or less", window.pad)
     width, device = window.width, scores.device
     first = (width + (expansions.long() - 1) * width**2) * (window.last & (expansions > 0))
     place = torch.arange(scores.shape[0], device=device, dtype=torch.int64)
@@ -152,8 +151,7 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
     """
     if run := native.best_action[observation.device]:
         return run(observation, layers, activation)
-    if activation not in ACTIVATIONS:
-        raise InputError(f"activation: got {activation!r}, accepted {', '.join(ACTIVATIONS)}")
+    refuse_unless(activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS), activation)
     require(f"observation: float32 [{layers[0].shape[1]}]", observation)
     values = observation
     for place in range(
@@ -168,8 +166,7 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
 def _require_network(net: Sequence[Tensor], inputs: int) -> None:
     names = "hidden weight: float32 [hidden, INPUTS]; hidden bias: float32 [hidden]; output weight: float32 [1, hidden]"
     require(f"{names}; output bias: float32 [1]".replace("INPUTS", str(inputs)), *net)
-    if not all(part.is_contiguous() for part in net):
-        raise InputError(f"net: got {describe(*net)}, accepted contiguous tensors")
+    refuse_unless(all(part.is_contiguous() for part in net), "net", "contiguous tensors", *net)
 
 
 # ---- layers of models, between their products
@@ -212,5 +209,5 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _require_one_dtype(*tensors: Tensor) -> None:
-    if any(tensor.dtype is not tensors[0].dtype for tensor in tensors):
-        raise InputError(f"one dtype is needed, got {describe(*tensors)}")
+    alike = all(tensor.dtype is tensors[0].dtype for tensor in tensors)
+    refuse_unless(alike, "tensors", "one dtype", *tensors)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import InputError
-from specengine.ops._meanings import HAS_NAN, doubled, order_keys, require
+from specengine.ops._meanings import HAS_NAN, doubled, order_keys, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Candidates
 from specengine.ops.tree import Nodes, insist
@@ -99,9 +98,8 @@ def step_queues(
         "parents: int64 [n]; depths: int64 [n]"
     )
     require(f"{signature}; tokens: int64 [n]; bound: float32 [1]", *queues)
-    for name, value in (("batch", search.batch), ("max_depth", search.max_depth)):
-        if value < 1:
-            raise InputError(f"{name}: got {value}, accepted 1 or more")
+    refuse_unless(search.batch >= 1, "batch", "1 or more", search.batch)
+    refuse_unless(search.max_depth >= 1, "max_depth", "1 or more", search.max_depth)
     if run := kernels.step_queues[passes.device]:
         return run(queues, found, frontier, depths, token_ids, passes, search)
     going, begins = frontier.live > 0, passes == 1

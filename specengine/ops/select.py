@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.ops._meanings import doubled, order_keys, padded, require
+from specengine.ops._meanings import doubled, order_keys, padded, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.tree import Arrays, Nodes, Number, TokenTree, held, row_of
 
@@ -42,8 +42,7 @@ def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tens
     if run := native.top_children[logits.device]:
         return run(logits, k, normalized)
     require("logits: floating [rows, V]", logits)
-    if k < 1 or logits.shape[1] < 1:
-        raise InputError(f"k: got {k}, accepted 1 or more, of 1 column or more")
+    refuse_unless(k >= 1 and logits.shape[1] >= 1, "k", "1 or more, of 1 column or more", k)
     k = min(k, logits.shape[1])
     if run := kernels.top_children[logits.device]:
         return run(logits, k, normalized)
@@ -101,10 +100,9 @@ def best_candidates(
         log_gate,
         bound,
     )
-    if most < 1 or not logits.shape[1]:
-        raise InputError(
-            f"most: got {most} of {logits.shape[1]} columns, accepted 1 or more of 1 column or more"
-        )
+    refuse_unless(
+        most >= 1 and logits.shape[1] >= 1, "most", "1 or more, of 1 column or more", most
+    )
     if run := kernels.best_candidates[logits.device]:
         return run(logits, scores, live, most, limit, log_gate, bound, normalized)
     device, home = logits.device, scores.device
@@ -150,8 +148,7 @@ def top_entropy(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
     if run := native.top_entropy[logits.device]:
         return run(logits, top, normalized)
     require("logits: floating [rows, V]", logits)
-    if top < 1 or logits.shape[1] < 1:
-        raise InputError(f"top: got {top}, accepted 1 or more, of 1 column or more")
+    refuse_unless(top >= 1 and logits.shape[1] >= 1, "top", "1 or more, of 1 column or more", top)
     top = min(top, logits.shape[1])
     if run := kernels.top_entropy[logits.device]:
         return run(logits, top, normalized)
@@ -181,14 +178,11 @@ def mix_rows(
     if logits.dtype is not torch.float16 and (run := native.mix_rows[logits.device]):
         return run(logits, more, left, places, probabilities, normalized)
     require("logits: floating [rows, V]", logits)
-    for name, count, expected in (
-        ("left", len(left), len(logits)),
-        ("probabilities", len(probabilities), len(places)),
-    ):
-        if count != expected:
-            raise InputError(f"{name}: got {count}, accepted {expected}")
-    if more < 0:
-        raise InputError(f"more: got {more}, accepted 0 or more")
+    refuse_unless(len(left) == len(logits), "left", f"{len(logits)}", len(left))
+    refuse_unless(
+        len(probabilities) == len(places), "probabilities", f"{len(places)}", len(probabilities)
+    )
+    refuse_unless(more >= 0, "more", "0 or more", more)
     columns, device = logits.shape[1], logits.device
     logs = torch.tensor([math.log(share) for share in left], device=device, dtype=torch.float32)[
         :, None

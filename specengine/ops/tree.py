@@ -18,11 +18,11 @@ from specengine.errors import InputError, PolicyError
 from specengine.ops._meanings import (
     HAS_NAN,
     WORD_BITS,
-    describe,
     doubled,
     order_keys,
     own_bits,
     padded,
+    refuse_unless,
     require,
 )
 from specengine.ops._registry import kernels, native, op
@@ -301,8 +301,8 @@ def tree_mask(ancestors: Tensor, columns: int) -> Tensor:
     if run := native.tree_mask[ancestors.device]:
         return run(ancestors, columns)
     require("ancestors: int64 [n, words]", ancestors)
-    if not 0 <= columns <= WORD_BITS * ancestors.shape[1]:
-        raise InputError(f"columns: got {columns}, accepted 0 to {WORD_BITS * ancestors.shape[1]}")
+    bits = WORD_BITS * ancestors.shape[1]
+    refuse_unless(0 <= columns <= bits, "columns", f"0 to {bits}", columns)
     column = torch.arange(columns, device=ancestors.device, dtype=torch.int64)
     return ((ancestors[:, column // WORD_BITS] >> (column % WORD_BITS)) & 1).bool()
 
@@ -318,8 +318,7 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
     if run := native.select_best[scores.device]:
         return Nodes(*run(scores, live, most, limit))
     require("scores: float32 [m]; live: int32 [1]; limit: int32 [1]", scores, live, limit)
-    if most < 0:
-        raise InputError(f"most: got {most}, accepted 0 or more")
+    refuse_unless(most >= 0, "most", "0 or more", most)
     place = torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64)
     values = scores.masked_fill(place >= live, -math.inf)
     insist(~values.isnan().any(), HAS_NAN)
@@ -419,10 +418,7 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     if slab.is_contiguous() and (run := native.compact_kv[slab.device]):
         return run(slab, path, count, prefix)
     require("path: int64 [n]; count: int32 [1]; prefix: int32 [1]", path, count, prefix)
-    if slab.dim() != 5:
-        raise InputError(
-            f"slab: got {describe(slab)}, accepted [layers, 2, KV heads, capacity, head size]"
-        )
+    refuse_unless(slab.dim() == 5, "slab", "[layers, 2, KV heads, capacity, head size]", slab)
     if run := kernels.compact_kv[slab.device]:
         return run(slab, path, count, prefix)
     if not path.shape[0]:

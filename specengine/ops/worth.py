@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import InputError
-from specengine.ops._meanings import describe, doubled, padded, precision, require
+from specengine.ops._meanings import doubled, padded, precision, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Drafted, top_children
 from specengine.ops.tree import (
@@ -127,8 +126,7 @@ def chances(stated: Tensor, cells: Tensor, table: Tensor) -> Tensor:
     require(
         "stated: float32 [n]; cells: int64 [n]; table: float32 [cells, knots]", stated, cells, table
     )
-    if table.shape[1] < 2:
-        raise InputError(f"table: got {describe(table)}, accepted 2 knots or more")
+    refuse_unless(table.shape[1] >= 2, "table", "2 knots or more", table)
     knots, flat = table.shape[1], table.reshape(-1)
     at = knot_of(stated, knots)
     low = at.long().clamp(max=knots - 2)
@@ -276,16 +274,17 @@ def _require_state(tree: Arrays, state: SearchState) -> None:
         "stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]",
         *notes,
     )
-    if len(notes.stated) <= len(tree[0]):
-        raise InputError(
-            f"stated: got {describe(notes.stated)}, accepted {len(tree[0]) + 1} or more"
-        )
+    refuse_unless(
+        len(notes.stated) > len(tree[0]), "stated", f"{len(tree[0]) + 1} or more", notes.stated
+    )
     require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
     require("experts: float32 [numbers]", throughput.experts)
-    if len(throughput.experts) not in (0, 2 + RELATIONS):
-        raise InputError(
-            f"experts: got {describe(throughput.experts)}, accepted {2 + RELATIONS} numbers or none"
-        )
+    refuse_unless(
+        len(throughput.experts) in (0, 2 + RELATIONS),
+        "experts",
+        f"{2 + RELATIONS} numbers or none",
+        throughput.experts,
+    )
 
 
 def _spared(nodes: Nodes, notes: Notes) -> Tensor:
@@ -403,10 +402,9 @@ def select_worth(paths: Tensor, size: Tensor, price: Tensor, most: int) -> Nodes
     if run := native.select_worth[paths.device]:
         return Nodes(*run(paths, size, price, most))
     require("paths: float32 [m]; size: int32 [1]; price: float32 [n]", paths, size, price)
-    if most < 1 or len(price) < 2:
-        raise InputError(
-            f"most, price: got {most}, {describe(price)}, accepted 1 or more, 2 entries or more"
-        )
+    refuse_unless(
+        most >= 1 and len(price) >= 2, "most, price", "1 or more, 2 entries or more", most, price
+    )
     there = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64) < size
     considered = min(most, len(price) - 1, len(paths))
     best = doubled(torch.where(there, paths, -math.inf).topk(considered).values)
@@ -443,21 +441,16 @@ def next_pass(
     )
     require(signature, paths, edges, waiting, size, profile)
     require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
-    short = (
-        min(
-            len(paths),
-            profile.numel(),
-            len(prices.verify) - 1,
-            len(prices.draft) - 1,
-            len(prices.widths),
-        )
-        < 1
+    played = min(len(paths), profile.numel(), len(prices.widths), rounds)
+    refuse_unless(
+        played >= 1 and min(len(prices.verify), len(prices.draft)) >= 2,
+        "paths, profile, prices, rounds",
+        "1 node, place, width and round or more, and prices from 0 nodes to 1 or more",
+        paths,
+        profile,
+        *prices,
+        rounds,
     )
-    if short or rounds < 1:
-        raise InputError(
-            f"paths, profile, prices, rounds: got {describe(paths, profile, *prices)}, {rounds}, accepted 1 node, "
-            "place, width and round or more, and prices from 0 nodes to 1 or more"
-        )
     most, widths = prices.draft.shape[0] - 1, prices.widths[:, None]
     place = torch.arange(paths.shape[0], device=paths.device, dtype=torch.int64)
     chances_known = torch.where(place < size, doubled(paths).exp(), 0.0)
