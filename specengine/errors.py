@@ -240,10 +240,12 @@ def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
 
 def require_suffix(field: str, file: Path, accepted: Iterable[str]) -> None:
     """Raise InputError for a file name with another suffix than the accepted ones."""
-    if file.suffix.lower() not in accepted:
-        raise InputError(
-            f"{field}: got {file}, accepted a file whose name ends in {' or '.join(accepted)}"
-        )
+    require(
+        field,
+        str(file),
+        f"a file whose name ends in {' or '.join(accepted)}",
+        file.suffix.lower() in accepted,
+    )
 
 
 def shown(value: Any, limit: int = 60) -> str:

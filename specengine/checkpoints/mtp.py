@@ -18,7 +18,7 @@ from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, stacked, tensors_of
-from specengine.errors import CheckpointError, InputError, SpecEngineError, UnsupportedModelError
+from specengine.errors import CheckpointError, SpecEngineError, UnsupportedModelError, require
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of, layer_template, with_buffers
@@ -65,11 +65,13 @@ def load(name: str, target: LanguageModel) -> MtpHead:
     """
     file, folder = _file_of(target), _folder(name)
     state = _in_folder(folder, target) if file is None else _in_file(file)
-    if not state:
-        raise InputError(
-            "draft: got mtp, accepted where the model's files hold a head for multi-token prediction "
-            f"(mtp.*, or layers beyond the last one); {name or 'this model'} has none"
-        )
+    require(
+        "draft",
+        "mtp",
+        "where the model's files hold a head for multi-token prediction (mtp.*, or layers beyond the last one); "
+        f"{name or 'this model'} has none",
+        bool(state),
+    )
     net = MtpLayer(target.config, target.dtype)
     _fill(
         net, state, target.dtype, f"{folder or name}: its MTP head does not fit the model's config"

@@ -43,6 +43,7 @@ from specengine.errors import (
     InputError,
     SpecEngineError,
     UnsupportedModelError,
+    require,
     shown,
 )
 from specengine.files import read_object
@@ -89,10 +90,12 @@ def load_model(
     model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None
 ) -> LoadedModel:
     """Return the model, loaded where it is a name, and its tokenizer, unless one is given."""
-    if not isinstance(model, str | None | PreTrainedModel):
-        raise InputError(
-            f"model: got {type(model).__name__}, accepted a name, a path or a loaded transformers model"
-        )
+    require(
+        "model",
+        type(model).__name__,
+        "a name, a path or a loaded transformers model",
+        isinstance(model, str | None | PreTrainedModel),
+    )
     named = isinstance(model, str) and model != models.embedded.NAME
     if named and (missing := why_absent(str(model), offline=options.offline)) is not None:
         raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")

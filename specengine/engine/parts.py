@@ -21,7 +21,7 @@ from specengine.captured import CapturedDriver
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
-from specengine.errors import EngineBusyError, InputError, require, shown
+from specengine.errors import EngineBusyError, InputError, require, require_value, shown
 from specengine.models import Target, common_prefix
 from specengine.models.assistant import AssistantHead
 from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
@@ -84,10 +84,12 @@ class KeptDrivers:
                     "policy_options: they need a policy given by name, other than plain"
                 )
             return self.own if policy is None else self._by_name(PLAIN, {})
-        if self._drafter is None:
-            raise InputError(
-                f"policy: got {shown(policy)}, accepted plain: this engine was loaded without a draft"
-            )
+        require_value(
+            "policy",
+            policy,
+            "plain: this engine was loaded without a draft",
+            self._drafter is not None,
+        )
         if isinstance(policy, str):
             return self._by_name(policy, options)
         return self._by_itself(policies.of(policy, options))
@@ -257,10 +259,12 @@ class Pool:
         self, engine: EngineState, count: int, memory: int | None = None, *, spare: int = 0
     ) -> None:
         require("parallel", count, "1 or more", type(count) is int and count >= 1)
-        if type(engine.target) is not NativeTarget:
-            raise InputError(
-                f"parallel: got {count}, accepted 1 on {engine.target.backend or 'this target'}"
-            )
+        require(
+            "parallel",
+            count,
+            f"1 on {engine.target.backend or 'this target'}",
+            type(engine.target) is NativeTarget,
+        )
         self.memory = free_memory() // 2 if memory is None else memory
         self.scheduler = Scheduler(engine.target.lm)
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specengine.errors import BackendError, InputError, require
+from specengine.errors import BackendError, require
 
 INTERFACE = 20  # as in csrc/cpu_binding.cpp
 VARIABLE = "SPECENGINE_CPU"
@@ -97,11 +97,12 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
             and instruction_set("integer") != "portable"
         )
         return "integer" if is_faster else floats
-    if asked == "integer" and not whole:
-        raise InputError(
-            f"numerics: got integer for weights in {floats}, accepted with packed blocks of a GGUF file (dtype auto or "
-            "bfloat16), or with quantize='int8'"
-        )
+    require(
+        "numerics",
+        f"integer for weights in {floats}",
+        "with packed blocks of a GGUF file (dtype auto or bfloat16), or with quantize='int8'",
+        asked != "integer" or whole,
+    )
     require(
         "numerics",
         f"{asked!r} for a model in {floats}",

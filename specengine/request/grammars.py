@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from specengine.errors import InputError, missing_extra, shown
+from specengine.errors import InputError, missing_extra, require, shown
 from specengine.files import MARK
 from specengine.models import common_prefix
 from specengine.request import schemas
@@ -111,8 +111,7 @@ def _text_of(field: str, value: Any) -> str:
             else "a grammar, as Lark or GBNF text"
         )
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
-    if len(value) > MAX_TEXT:
-        raise InputError(f"{field}: got {len(value)} characters, accepted up to {MAX_TEXT}")
+    require(field, f"{len(value)} characters", f"up to {MAX_TEXT}", len(value) <= MAX_TEXT)
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -153,10 +152,12 @@ def _check_size(field: str, parts: list[Any]) -> None:
         elif isinstance(schema_part, list):
             parts += schema_part
     for name, accepted in most.items():
-        if counted[name] > accepted:
-            raise InputError(
-                f"{field}: got {counted[name]} {name}, accepted up to {accepted} in all"
-            )
+        require(
+            field,
+            f"{counted[name]} {name}",
+            f"up to {accepted} in all",
+            counted[name] <= accepted,
+        )
 
 
 def _limits() -> Any:

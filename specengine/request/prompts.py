@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specengine.errors import ContextLengthError, InputError, require_value, shown
+from specengine.errors import ContextLengthError, InputError, require, require_value, shown
 from specengine.registry import is_array, is_number, plain
 from specengine.request.templates import filled, filled_ids, fills_itself
 
@@ -103,12 +103,12 @@ def predicted_ids(
         return _tokenized(tokenizer, prediction, add_special_tokens=False)
     if is_array(prediction):
         prediction = _from_array(prediction, "prediction")
-    if not isinstance(prediction, list | tuple) or not all(
-        type(token) is int for token in prediction
-    ):
-        raise InputError(
-            f"prediction: got {shown(prediction)}, accepted a string or a list of token ids"
-        )
+    require_value(
+        "prediction",
+        prediction,
+        "a string or a list of token ids",
+        isinstance(prediction, list | tuple) and all(type(token) is int for token in prediction),
+    )
     _require_known("prediction", prediction, vocab_size)
     return list(prediction)
 
@@ -165,14 +165,14 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
         raise InputError(
             f"{field}: got a batch of {shape[0]}, this engine serves one sequence; call generate for each"
         )
-    if (
-        len(shape) not in (1, 2)
-        or not _WHOLE_DTYPE.fullmatch(dtype)
-        or not isinstance(plain(prompt), list)
-    ):
-        raise InputError(
-            f"{field}: got {dtype} {shape}, accepted int64 [length] or [1, length], or narrower integers"
-        )
+    require(
+        field,
+        f"{dtype} {shape}",
+        "int64 [length] or [1, length], or narrower integers",
+        len(shape) in (1, 2)
+        and _WHOLE_DTYPE.fullmatch(dtype) is not None
+        and isinstance(plain(prompt), list),
+    )
     return list(plain(prompt.reshape(-1)))
 
 
@@ -221,17 +221,20 @@ def _text_of(content: Any) -> str:
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text":
-                raise InputError(f"prompt: a content part: got type {shown(kind)}, accepted 'text'")
-            if not isinstance(part.get("text"), str):
-                raise InputError(
-                    "prompt: a content part: got type 'text' without a text, accepted a string in it"
-                )
+            require("prompt: a content part", f"type {shown(kind)}", "'text'", kind == "text")
+            require(
+                "prompt: a content part",
+                "type 'text' without a text",
+                "a string in it",
+                isinstance(part.get("text"), str),
+            )
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise InputError(
-            f"prompt: a message's content: got {type(content).__name__}, accepted a string or a list of text parts"
-        )
+    require(
+        "prompt: a message's content",
+        type(content).__name__,
+        "a string or a list of text parts",
+        isinstance(content, str),
+    )
     return content
 
 

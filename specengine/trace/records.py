@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, require_value, shown
 
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -198,10 +198,12 @@ class _Reading:
 
     def take(self, record: dict[str, Any], where: str) -> None:
         kind = record.pop("record", None)
-        if not isinstance(kind, str) or kind not in _FIELDS:
-            raise InputError(
-                f"trace: {where}: record: got {shown(kind)}, accepted {', '.join(_FIELDS)}"
-            )
+        require_value(
+            f"trace: {where}: record",
+            kind,
+            ", ".join(_FIELDS),
+            isinstance(kind, str) and kind in _FIELDS,
+        )
         if self._header is None and kind != "trace":
             raise InputError(
                 f"trace: {where}: record: got {kind}, but a trace begins with a record trace"
@@ -338,10 +340,7 @@ def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
     for name, (accepted, holds) in checks.items():
         if name not in record:
             raise InputError(f"trace: {where}: {kind}.{name} is missing")
-        if not holds(record[name]):
-            raise InputError(
-                f"trace: {where}: {kind}.{name}: got {shown(record[name])}, expected {accepted}"
-            )
+        require_value(f"trace: {where}: {kind}.{name}", record[name], accepted, holds(record[name]))
     unknown = record.keys() - checks.keys()
     if unknown:
         raise InputError(
@@ -352,11 +351,8 @@ def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
 def _check_tree(record: dict[str, Any], where: str) -> None:
     """Raise InputError unless the lists of a cycle fit together."""
 
-    def require(name: str, expected: str, holds: bool) -> None:
-        if not holds:
-            raise InputError(
-                f"trace: {where}: cycle.{name}: got {shown(record[name])}, expected {expected}"
-            )
+    def require(name: str, accepted: str, holds: bool) -> None:
+        require_value(f"trace: {where}: cycle.{name}", record[name], accepted, holds)
 
     tokens, parents, kept, accepted = (
         record[name] for name in ("tokens", "parents", "kept", "accepted")
