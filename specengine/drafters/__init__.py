@@ -294,11 +294,6 @@ def names() -> list[str]:
     return registry.names(sys.modules[__name__])
 
 
-def plugins() -> list[str]:
-    """Return the names of the drafters that other installed packages offer as `specengine.drafters` entry points."""
-    return sorted(registry.plugins(__name__))
-
-
 def find(name: str) -> type[Drafter]:
     """Return the class of a drafter: one that ships, a plug-in's, or FILE.py:CLASS. InputError for an unknown name."""
     return registry.find(sys.modules[__name__], Drafter, name, "draft")  # type: ignore[type-abstract]

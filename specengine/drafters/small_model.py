@@ -57,12 +57,7 @@ class SmallModel(RowDraft):
 
     def __copy__(self) -> SmallModel:
         made = object.__new__(type(self))
-        made.lm, made.name, made.vocab_size, made._version = (
-            self.lm,
-            self.name,
-            self.vocab_size,
-            self._version,
-        )
+        made.__dict__.update(self.__dict__)
         RowDraft.__init__(made, self.lm.new_cache(1))
         return made
 

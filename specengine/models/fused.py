@@ -91,19 +91,15 @@ class Products:
 
     def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
         self._parts = parts
-        self._merges = merge and all(
+        self.merged = merge and all(
             type(part) is nn.Linear and not is_changed(part) for part in parts
         )
-        self._merges = (
-            self._merges and len({getattr(part, "bias", None) is None for part in parts}) == 1
+        self.merged = (
+            self.merged and len({getattr(part, "bias", None) is None for part in parts}) == 1
         )
-        biased = self._merges and parts[0].bias is not None
-        self._weight = self._joined("weight") if self._merges else None
+        biased = self.merged and parts[0].bias is not None
+        self._weight = self._joined("weight") if self.merged else None
         self._bias = self._joined("bias") if biased else None
-
-    @property
-    def merged(self) -> bool:
-        return self._merges
 
     def _joined(self, name: str) -> Tensor:
         own: list[Any] = [getattr(part, name) for part in self._parts]

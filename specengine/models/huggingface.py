@@ -214,6 +214,7 @@ class CausalLM:
     """
 
     fuses = True
+    _refuse = staticmethod(refuse_unsupported)
     layers_note = ""
     widest = 0  # context that was asked for beyond the config's
 
@@ -239,9 +240,6 @@ class CausalLM:
         self._choose_attention()
         if self.fuses and self.device.type in fused.DEVICES:
             self._fuse()
-
-    def _refuse(self, model: PreTrainedModel) -> None:
-        refuse_unsupported(model)
 
     def widen(self, context: int) -> None:
         """Take in texts of so many tokens, whatever the config says."""

@@ -111,9 +111,7 @@ class OwnCacheLM(CausalLM):
 
     attention = "its own"
     fuses = False  # its forward is the model's own
-
-    def _refuse(self, model: PreTrainedModel) -> None:
-        refuse_others(model)
+    _refuse = staticmethod(refuse_others)
 
     def _choose_attention(self) -> None:
         self._layout = CacheLayout((), self.dtype)  # its own cache has none that is known

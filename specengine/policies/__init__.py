@@ -129,11 +129,6 @@ def names() -> list[str]:
     return [*registry.names(sys.modules[__name__]), "plain"]
 
 
-def plugins() -> list[str]:
-    """Return the names of the policies that other installed packages offer as `specengine.policies` entry points."""
-    return sorted(registry.plugins(__name__))
-
-
 def presets() -> dict[str, dict[str, Any]]:
     """Return the options of all presets by `policy/preset`."""
     classes = {name: find(name) for name in registry.names(sys.modules[__name__])}
