@@ -26,7 +26,7 @@ from specengine.benchmark.ways import PLAIN, EngineDecoder, Engines, Way
 from specengine.benchmark.workloads import Workload
 from specengine.options import LoadOptions
 from specengine.request.grammars import Constraint
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 _PERSON = (
     "Extract the person.\n\nDr. Maria Keller, born in 1961 in Basel, has taught physics at the university of Bern "
@@ -149,7 +149,7 @@ def records(engine: Engine, rounds: int, tokens: int) -> Iterator[dict[str, Any]
         if any(rows.get(way.name, {"verdict": "lost"})["verdict"] != "exact" for way in ways):
             raise RuntimeError(f"{name}: the answers differ")
         answer = next(record["tokens"] for record in found if record["record"] == "answer")
-        text = decoder(engine.tokenizer)(answer)
+        text = Decoder(engine.tokenizer)(answer)
         if len(answer) < tokens:
             jsonschema.validate(json.loads(text), schema)
         for summary in summaries(found):

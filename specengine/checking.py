@@ -18,7 +18,7 @@ from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
 from specengine.request.sampling import History, Sampler, refuse_no_choice
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 if TYPE_CHECKING:
     from specengine.engine import Engine, TextGeneration
@@ -175,7 +175,7 @@ def _judge(
     differences = (
         () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
     )
-    end = _end(generation, tokens, decoder(plain.tokenizer))
+    end = _end(generation, tokens, Decoder(plain.tokenizer))
     verdict: Verdict = "mismatch"
     if end is not None:
         if tokens == reference:

@@ -20,7 +20,7 @@ from specengine.checking import Judged, judge
 from specengine.engine import Engine
 from specengine.errors import is_fault
 from specengine.request.prompts import Prompt
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 WARM_UP = "Count: one, two, three, one, two, three, one, two,"
 WARM_UP_TOKENS = 16
@@ -124,7 +124,7 @@ class Run:
                 tokens = answers[item.set, id_][PLAIN][0].tokens
                 messages += [
                     question,
-                    {"role": "assistant", "content": decoder(self.plain.tokenizer)(tokens)},
+                    {"role": "assistant", "content": Decoder(self.plain.tokenizer)(tokens)},
                 ]
 
     def _asked(

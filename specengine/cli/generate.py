@@ -11,7 +11,7 @@ from specengine.cli.terminal import DRAFTED, OWN, RESET, as_json, say, why_no_co
 from specengine.engine import Engine
 from specengine.records import StreamPiece
 from specengine.request.options import GenerationOptions
-from specengine.request.text import TextStream, decoder
+from specengine.request.text import Decoder, TextStream
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,7 +91,7 @@ class DraftColours:
     LEGEND = f"{DRAFTED}accepted draft tokens{RESET}, {OWN}the target's own tokens{RESET}"
 
     def __init__(self, engine: Engine) -> None:
-        self._texts = TextStream(decoder(engine.tokenizer))
+        self._texts = TextStream(Decoder(engine.tokenizer))
         self._pushed = self._length = (
             0  # characters, without and with those that the stream holds back
         )

@@ -39,7 +39,7 @@ from specengine.policies import TreePolicy
 from specengine.records import Cycle, GenerationResult, TokenLogprob
 from specengine.request.custom_generate import CustomGenerate
 from specengine.request.options import GenerationOptions, Request
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -221,7 +221,7 @@ class Engine(EngineState):
         checked = GenerationOptions.of(
             options, self.target.generation_config, len(prompt), self.target.max_context
         )
-        return prepare(self, prompt, checked, decoder(None), sampler=sampler).cycles
+        return prepare(self, prompt, checked, Decoder(None), sampler=sampler).cycles
 
     @torch.inference_mode()
     def warmup(

@@ -40,7 +40,7 @@ from specengine.request.sampling import (
     refuse_no_choice,
     signed,
 )
-from specengine.request.text import TextStream, decoder
+from specengine.request.text import Decoder, TextStream
 
 SCORED_ROWS = 128  # of a text's logits at once, each as long as the vocabulary
 DEFAULT_WARMUP_TOKENS = 2048
@@ -357,7 +357,7 @@ class TextGeneration:
                 "stop_strings: they need a tokenizer, pass tokenizer= when loading the engine"
             )
         self.result: GenerationResult | None = None
-        self._texts = TextStream(decoder(engine.tokenizer, shown))
+        self._texts = TextStream(Decoder(engine.tokenizer, shown))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._sent = 0
@@ -555,8 +555,7 @@ def warm_up(engine: EngineState, tokens: int | None, drivers: Drivers) -> WarmUp
     tokens = min(DEFAULT_WARMUP_TOKENS, target.max_context) if tokens is None else plain(tokens)
     if captured is None:
         raise InputError("warmup: this engine captures no graphs; load it with graphs=True")
-    if not 1 <= tokens <= target.max_context:
-        raise InputError(f"tokens: got {tokens}, accepted 1 to {target.max_context}")
+    require("tokens", tokens, f"1 to {target.max_context}", 1 <= tokens <= target.max_context)
     graphs = captured.graphs
     with engine.hold(
         "this engine is generating; warm it up before, or after that stream has ended"

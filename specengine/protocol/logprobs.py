@@ -10,7 +10,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specengine.records import TokenLogprob
-from specengine.request.text import Decoder, TextStream, decoder
+from specengine.request.text import Decoder, TextStream
 
 MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON has not; as other servers do
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -73,7 +73,7 @@ class TextLogprobs:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
-        self._stream = TextStream(decoder(texts.tokenizer))
+        self._stream = TextStream(Decoder(texts.tokenizer))
         self._offset = 0
 
     def of(self, rated: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class TextLogprobs:
         places = [self._place(token) for token in tokens]
         if first is not None:  # a prompt; the answer is a text of its own
             self._offset += len(self._stream.rest)
-            self._stream = TextStream(decoder(self._texts.tokenizer))
+            self._stream = TextStream(Decoder(self._texts.tokenizer))
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [*unknown, *(bounded(each.logprob) for each in rated)],

@@ -38,7 +38,7 @@ from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint, compiled
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 if TYPE_CHECKING:
     from specengine.engine import Engine
@@ -335,7 +335,7 @@ class CheckedRequest:
         shown = special_tokens(tokenizer, marks) if isinstance(self.request, ChatRequest) else []
         if self._functions and getattr(self.request, "parallel_tool_calls", None) is False:
             reader = ToolReader(Every(), schemas_of(self._functions))
-            options["stopping_criteria"] = [OneCall(reader, decoder(engine.tokenizer, shown))]
+            options["stopping_criteria"] = [OneCall(reader, Decoder(engine.tokenizer, shown))]
         target = engine.target
         checked = GenerationOptions.of(
             options, target.generation_config, len(ids), target.max_context

@@ -25,7 +25,7 @@ from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from specengine.protocol.tool_formats import ToolCall
 from specengine.records import TokenLogprob
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
@@ -228,7 +228,7 @@ class TextChoice(ChatChoice):
             return ""
         assert isinstance(self.request, CompletionRequest)
         prompt = self.request.single
-        return prompt if isinstance(prompt, str) else decoder(self.tokenizer)(answer.prompt_ids)
+        return prompt if isinstance(prompt, str) else Decoder(self.tokenizer)(answer.prompt_ids)
 
     def _delta(self, part: Part) -> Any:
         return part

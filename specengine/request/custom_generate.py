@@ -13,7 +13,7 @@ from specengine.records import SpeculativeOutput, Stats
 from specengine.request.configs import PROCESSED, Configured
 from specengine.request.options import IN_CONFIGS, GenerationOptions, Request
 from specengine.request.sampling import Sampler, Stopper
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 
 # Transformers prepares these for any model; `_check` reads them where they can say something else.
 _PREPARED = {
@@ -64,7 +64,7 @@ class CustomGenerate:
             config.max_length or self.engine.target.max_context, self.engine.target.max_context
         ) - len(prompt)
         stopper = Stopper(
-            room, (), (), list(stopping_criteria or []), decoder(self.engine.tokenizer)
+            room, (), (), list(stopping_criteria or []), Decoder(self.engine.tokenizer)
         )
         self.stats = Stats()
         tokens: list[int] = []

@@ -207,11 +207,6 @@ class _SharedCallable(SharedTokenizer):
     __call__ = functools.partialmethod(SharedTokenizer.read, "__call__")
 
 
-def decoder(tokenizer: Any, shown: Collection[int] = ()) -> Decoder:
-    """Return a decoder without special tokens other than those of `shown`; its texts are empty without a tokenizer."""
-    return Decoder(tokenizer, shown)
-
-
 def special_texts(tokenizer: Any) -> dict[int, str]:
     """Return the text of each token that the tokenizer leaves out of its texts."""
     named = (

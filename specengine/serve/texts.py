@@ -26,7 +26,7 @@ from specengine.protocol.settings import Settings
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request import templates
 from specengine.request.prompts import Room
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 from specengine.serve.answering import read_beside, require_model, require_ready
 from specengine.serve.worker import Worker
 
@@ -165,7 +165,7 @@ def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
     special = [
         token for token in tokens if token in set(getattr(limits.tokenizer, "all_special_ids", ()))
     ]
-    return decoder(limits.tokenizer, special)(tokens)
+    return Decoder(limits.tokenizer, special)(tokens)
 
 
 def filled(request: ChatRequest, limits: ModelLimits) -> str:

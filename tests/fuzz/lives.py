@@ -21,7 +21,7 @@ from specengine import Engine
 from specengine.checkpoints.eagle import save_head
 from specengine.errors import InputError, SpecEngineError
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 from tests.fuzz.outcomes import ANSWERED, Finding, Outcome, refused
 from tests.models.mtp_checkpoints import NEMOTRON, NEXT_N, QWEN, checkpoint
 from tests.sweep.small import VOCABULARY as SMALL_VOCABULARY
@@ -324,7 +324,7 @@ class Life:
             raise Finding(
                 f"{where}: {found.text!r} ({found.finish_reason}), plainly {expected.text!r}"
             )
-        if "stop_strings" not in act["options"] and found.text != decoder(self.engine.tokenizer)(
+        if "stop_strings" not in act["options"] and found.text != Decoder(self.engine.tokenizer)(
             found.token_ids
         ):
             raise Finding(f"{where}: {found.text!r} is not the text of {found.token_ids}")

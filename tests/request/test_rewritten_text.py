@@ -11,7 +11,7 @@ from tokenizers import decoders
 
 from specengine.protocol.tools import OneCall
 from specengine.request.sampling import Stopper
-from specengine.request.text import REWRITTEN_LIMIT, TextStream, decoder
+from specengine.request.text import REWRITTEN_LIMIT, Decoder, TextStream
 from tests.engine.engines import PROMPT, engine_of, forced
 from tests.request.rewriting_tokenizers import (
     APPENDING,
@@ -34,7 +34,7 @@ def pieces_of(
     tokenizer: Any, chunks: list[list[int]]
 ) -> Iterator[tuple[str, list[int], TextStream]]:
     """Yield the joined pieces, the tokens and the stream after each chunk."""
-    texts, joined, tokens = TextStream(decoder(tokenizer)), "", list[int]()
+    texts, joined, tokens = TextStream(Decoder(tokenizer)), "", list[int]()
     for chunk in chunks:
         tokens += chunk
         joined += texts.push(chunk)
@@ -50,10 +50,10 @@ def test_pieces_begin_the_text_at_any_time(name: str, data: st.DataObject) -> No
         CONTRACTIONS if size_of(tokenizer) == len(WORDS) else [3, 4, 9, 11]
     )
     chunks = data.draw(st.lists(st.lists(often, max_size=4), max_size=30))
-    whole = decoder(tokenizer)([token for chunk in chunks for token in chunk])
+    whole = Decoder(tokenizer)([token for chunk in chunks for token in chunk])
     for joined, tokens_so_far, texts in pieces_of(tokenizer, chunks):
         assert whole.startswith(joined)
-        now = decoder(tokenizer)(tokens_so_far)
+        now = Decoder(tokenizer)(tokens_so_far)
         assert (joined + texts.rest)[: len(now.rstrip())] == now.rstrip()
 
 
@@ -63,20 +63,20 @@ def test_long_texts_are_streamed_as_they_grow(name: str) -> None:
     tokens = (
         CONTRACTIONS if size_of(tokenizer) == len(WORDS) else [3, 4, 9, 2, 11, 4, 7, 5, 6]
     ) * 150
-    whole = decoder(tokenizer)(tokens)
+    whole = Decoder(tokenizer)(tokens)
     for joined, tokens_so_far, texts in pieces_of(tokenizer, [[token] for token in tokens]):
         assert whole.startswith(joined)
         if len(tokens_so_far) % 100 == 0:
-            assert joined + texts.rest == decoder(tokenizer)(tokens_so_far)
-            assert len(texts.rest) <= decoder(tokenizer).lookback + 4
+            assert joined + texts.rest == Decoder(tokenizer)(tokens_so_far)
+            assert len(texts.rest) <= Decoder(tokenizer).lookback + 4
         assert len(texts._tokens) <= REWRITTEN_LIMIT + 1
 
 
 @pytest.mark.parametrize("name", APPENDING)
 def test_decoders_that_append_hold_nothing_back(name: str) -> None:
-    assert decoder(rewriting(name)).lookback == 0
+    assert Decoder(rewriting(name)).lookback == 0
     for tokenizer in (byte_level(), byte_fallback()):
-        assert decoder(tokenizer).lookback == 0
+        assert Decoder(tokenizer).lookback == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,7 +85,7 @@ def test_an_answer_ends_where_its_text_first_holds_the_stop_string(
     name: str, data: st.DataObject
 ) -> None:
     tokenizer = rewriting(name)
-    decode = decoder(tokenizer)
+    decode = Decoder(tokenizer)
     tokens = data.draw(st.lists(st.integers(0, size_of(tokenizer) - 1), min_size=1, max_size=40))
     whole = decode(tokens)
     begin = data.draw(st.integers(0, max(0, len(whole) - 1)))
@@ -110,7 +110,7 @@ def test_an_answer_is_the_sum_of_its_pieces(name: str, draft: str) -> None:
             "logits_processor": [forced(CONTRACTIONS)],
         }
         whole = engine.generate(PROMPT, **options)
-        assert whole.text == decoder(engine.tokenizer)(whole.token_ids)
+        assert whole.text == Decoder(engine.tokenizer)(whole.token_ids)
         assert "".join(piece.text for piece in engine.stream(PROMPT, **options)) == whole.text
         stop = whole.text[-3:].strip() or "it"
         stopped = engine.generate(PROMPT, stop_strings=stop, **options)
@@ -166,7 +166,7 @@ class Found:
 
 
 def test_a_call_ends_the_answer_though_its_text_may_be_written_anew() -> None:
-    ends = OneCall(Found(), decoder(rewriting("in Python")))  # type: ignore[arg-type]
+    ends = OneCall(Found(), Decoder(rewriting("in Python")))  # type: ignore[arg-type]
     tokens = [WORDS.index(word) for word in ("a", "b", "!")]
     assert [ends(torch.tensor([[token]]), None) for token in tokens] == [False, False, True]
 
@@ -179,4 +179,4 @@ def test_letters_of_ctc_are_told_apart_by_padding() -> None:
 
 def test_a_panic_of_the_library_writes_nothing() -> None:
     tokenizer = fast(decoders.Strip("a", 1, 1), LETTERS)
-    assert decoder(tokenizer)([LETTERS.index(letter) for letter in ("b", "a", "b")]) == "bb"
+    assert Decoder(tokenizer)([LETTERS.index(letter) for letter in ("b", "a", "b")]) == "bb"

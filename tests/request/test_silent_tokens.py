@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specengine.errors import InputError
 from specengine.request.sampling import Stopper
-from specengine.request.text import TextStream, decoder
+from specengine.request.text import Decoder, TextStream
 from tests.engine.engines import PROMPT, engine_of, forced
 from tests.request.silent_tokenizers import BEYOND, Plain, byte_fallback, byte_level, special, words
 from tests.toy import byte_tokenizer
@@ -35,7 +35,7 @@ def chunks(tokens: st.SearchStrategy[int]) -> st.SearchStrategy[list[list[int]]]
 
 def check_stream(tokenizer: Any, given_: list[list[int]], written: list[int]) -> None:
     """The pieces and what is held back are the whole text at any time; no piece is taken back."""
-    decode = decoder(tokenizer)
+    decode = Decoder(tokenizer)
     texts, said, tokens = TextStream(decode), "", []
     for chunk in given_:
         tokens += chunk
@@ -73,7 +73,7 @@ def test_streams_of_a_tokenizer_in_python(given_: list[list[int]]) -> None:
 )
 def test_long_silence_costs_no_more_with_every_token(tokenizer: Any) -> None:
     calls: list[int] = []
-    decode = decoder(tokenizer)
+    decode = Decoder(tokenizer)
 
     def counted(tokens: list[int]) -> str:
         calls.append(len(tokens))
@@ -199,7 +199,7 @@ def test_nothing_is_shown_behind_a_stop_string_with_a_special_token() -> None:
 def test_an_answer_ends_where_its_text_first_holds_the_stop_string(
     given_: list[list[int]], stop: str
 ) -> None:
-    decode = decoder(byte_fallback())
+    decode = Decoder(byte_fallback())
     stopper = Stopper(10_000, stop_strings=[stop], decode=decode)
     tokens: list[int] = []
     for token in (token for chunk in given_ for token in chunk):

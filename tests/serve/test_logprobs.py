@@ -14,7 +14,7 @@ from specengine.protocol.preparing import CheckedRequest
 from specengine.protocol.requests import CompletionRequest
 from specengine.protocol.settings import Settings
 from specengine.records import TokenLogprob
-from specengine.request.text import decoder
+from specengine.request.text import Decoder
 from specengine.serve.metrics import Metrics
 from specengine.serve.worker import Job, Worker
 from tests.request.silent_tokenizers import BEYOND, byte_fallback, byte_level, special, words
@@ -164,7 +164,7 @@ def test_tokens_that_write_nothing_take_no_place(tokenizer: Any, ids: list[int])
     found = TextLogprobs(TokenTexts(tokenizer)).of(
         [TokenLogprob(token, -1.0, [(BEYOND, -2.0)]) for token in ids]
     )
-    decode = decoder(tokenizer)
+    decode = Decoder(tokenizer)
     assert found["text_offset"] == [
         len(decode(ids[:count]).rstrip("\N{REPLACEMENT CHARACTER}")) for count in range(len(ids))
     ]
