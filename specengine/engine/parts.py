@@ -266,7 +266,7 @@ class Pool:
             type(engine.target) is NativeTarget,
         )
         self.memory = free_memory() // 2 if memory is None else memory
-        self.scheduler = Scheduler(engine.target.lm)
+        self.scheduler = Scheduler(cast(NativeTarget, engine.target).lm)
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count + spare)]
         for other in self.engines[1:]:

@@ -441,9 +441,9 @@ def next_pass(
     )
     require(signature, paths, edges, waiting, size, profile)
     require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
-    played = min(len(paths), profile.numel(), len(prices.widths), rounds)
+    least = min(len(paths), profile.numel(), len(prices.widths), rounds)
     refuse_unless(
-        played >= 1 and min(len(prices.verify), len(prices.draft)) >= 2,
+        least >= 1 and min(len(prices.verify), len(prices.draft)) >= 2,
         "paths, profile, prices, rounds",
         "1 node, place, width and round or more, and prices from 0 nodes to 1 or more",
         paths,
