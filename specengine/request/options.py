@@ -104,12 +104,10 @@ class GenerationOptions(DeclaredOptions):
             self.max_new_tokens = self._up_to(configured.values.get("max_length"), prompt_length)
         if options.get("min_new_tokens") is None:
             self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
-        require(
-            "min_new_tokens",
-            self.min_new_tokens,
-            f"up to {self.max_new_tokens}",
-            (self.min_new_tokens or 0) <= self.max_new_tokens,
-        )
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}"
+            )
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
             ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
