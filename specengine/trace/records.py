@@ -253,7 +253,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"trace: {where} is not JSON ({error})") from error
     if not isinstance(record, dict):
-        raise InputError(f"trace: {where}: got {shown(record)}, expected an object")
+        raise InputError(f"trace: {where}: got {shown(record)}, accepted an object")
     return record
 
 
