@@ -12,6 +12,7 @@ import pytest
 
 from docs.build import command_line
 from docs.build.command_line import commands
+from specengine.cli.parser import Parser
 
 ROOT = Path(command_line.__file__).parents[2]
 MODULES = sorted(
@@ -76,9 +77,13 @@ def test_a_percent_sign_in_a_help_is_seen() -> None:
 
 
 def test_a_command_with_commands_below_it_keeps_its_own_options() -> None:
-    parser = argparse.ArgumentParser("tool", description="a tool")
-    parser.add_argument("--debug")
+    parser = Parser(prog="tool", description="a tool")
     child = parser.add_subparsers().add_parser("one", description="a command")
     child.add_argument("--own")
     child.add_subparsers().add_parser("two", description="a command below")
-    assert [name for name, _ in commands(parser, "tool")] == ["tool one", "tool one two"]
+    child.add_mode("--other", lambda mode: None, "a command in its place")
+    assert [name for name, _ in commands(parser, "tool")] == [
+        "tool one",
+        "tool one --other",
+        "tool one two",
+    ]
