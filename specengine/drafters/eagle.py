@@ -198,7 +198,8 @@ class EagleDraft(RowDraft):
             raise InputError(
                 f"features: missing for tokens {self.cached(prompt)} to {kept} of {len(prompt)}"
             )
-        unread = torch.cat([*self._unread, self._features])[: max(kept - self.cache.length, 0)]
+        waiting = max(kept - self.cache.length, 0)
+        unread = torch.cat([rows[:waiting] for rows in (*self._unread, self._features)])[:waiting]
         if features is not None:
             unread = torch.cat([unread, features.to(unread.dtype)])
         self.cache.crop(min(self.cache.length, kept))
@@ -227,9 +228,12 @@ class EagleDraft(RowDraft):
         return isinstance(self.head, NativeHead)
 
     def _shared(self, rows: Rows, given: PassRows) -> HeadRows:
-        unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
         return cast(NativeHead, self.head).asked(
-            self._states, given.sources, rows, given.one, unread
+            self._states,
+            given.sources,
+            rows,
+            given.one,
+            None if given.one is None else self._features[: rows.tokens.shape[0]],
         )
 
     def _run(
