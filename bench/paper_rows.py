@@ -100,9 +100,9 @@ def replayed(name: str) -> Callable[[Bench], Iterator[Record]]:
     """Return what yields the rows of a sweep."""
 
     def rows(bench: Bench) -> Iterator[Record]:
-        found = bench.replays(SWEEPS[name])
-        first = next(iter(found.values()))
-        for way, record in found.items():
+        records = bench.replays(SWEEPS[name])
+        first = next(iter(records.values()))
+        for way, record in records.items():
             yield {"way": way, **_figures(record, first)}
 
     return rows
@@ -137,9 +137,9 @@ def by_length(bench: Bench) -> Iterator[Record]:
     prompts = bench.prompts(bench.alone, bench.items)
     lengths = [len(p) for n, p in enumerate(prompts) if bench.trees.shard(n).is_file()]
     middle = sorted(lengths)[len(lengths) // 2]
-    found = bench.replays(SWEEPS["dynatree-sweep"])
+    records = bench.replays(SWEEPS["dynatree-sweep"])
     for row in replayed("dynatree-sweep")(bench):
-        answers = list(zip(found[row["way"]]["by_answer"], lengths, strict=True))
+        answers = list(zip(records[row["way"]]["by_answer"], lengths, strict=True))
         short = [answer for answer, tokens in answers if tokens < middle]
         long = [answer for answer, tokens in answers if tokens >= middle]
         yield row | {"tau_short": _tau(short), "tau_long": _tau(long)}
@@ -329,10 +329,10 @@ BIAS = ("entropy_from", "entropy_to", "nodes", "taken", "path_probability", "c2t
 
 
 def c2t_bias(bench: Bench) -> Iterator[Record]:
-    """Yield by entropy of the parent's distribution how often a node is on the target's path, and what is said of it.
+    """Yield how often a node is on the target's path, by the entropy of its parent's distribution.
 
-    Of the nodes within 10 at each depth, which are those that C2T chooses from: the draft's path probability, and the
-    confidence of the classifier that ships, inherited along the path.
+    Each row compares that share with the draft's path probability and with the confidence of the shipped classifier,
+    inherited along the path. Counts the ten likeliest nodes of each depth, from which C2T chooses.
     """
     learned = _classifier.load("c2t", "auto")
     sums = torch.zeros(len(BUCKETS) + 1, 4, dtype=torch.float64)

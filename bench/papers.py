@@ -577,13 +577,13 @@ def _bench(args: argparse.Namespace) -> Bench:
 def _judge(bench: Bench, name: str) -> None:
     """Add the record of a claim to the file. Its seconds are those of the call that ended it."""
     claim, began = CLAIMS[name], time.perf_counter()
-    found = claim.run(bench)
+    result = claim.run(bench)
     facts = {"paper": claim.paper, "claim": claim.claim, "published": claim.published}
-    record = {"record": "claim", "name": name, **facts, "by": claim.by, **found._asdict()}
+    record = {"record": "claim", "name": name, **facts, "by": claim.by, **result._asdict()}
     record["seconds"] = round(time.perf_counter() - began, 1)
     record["load"] = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     bench.log.add(record)
-    bench.say(f"{claim.paper}, {claim.claim}: {found.verdict}. Here {found.ours}")
+    bench.say(f"{claim.paper}, {claim.claim}: {result.verdict}. Here {result.ours}")
 
 
 def _time_left(done: int, of: int, seconds: float) -> str:

@@ -26,8 +26,8 @@ def resampled(
     values = []
     for _ in range(SAMPLES):
         chosen = generator.choices(prompts, k=len(prompts))
-        found = measure([[way[number] for number in chosen] for way in answers])
-        values.append(math.inf if found is None else found)
+        value = measure([[way[number] for number in chosen] for way in answers])
+        values.append(math.inf if value is None else value)
     values.sort()
     whole = measure(answers)
     ends = values[int(0.025 * SAMPLES)], values[int(0.975 * SAMPLES)]
