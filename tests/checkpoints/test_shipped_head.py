@@ -104,19 +104,20 @@ def test_without_it_an_error_says_how_to_get_it_and_the_default_is_recycling(no_
     assert main(["export", "default-head", str(no_head / "out")]) == 2
 
 
-@pytest.mark.parametrize(
-    ("head", "place"), zip(embedded.HEADS, ("heads", "heads/coder"), strict=True)
-)
-def test_its_package_holds_the_four_files(head: str, place: str) -> None:
+@pytest.mark.parametrize("head", embedded.HEADS)
+def test_its_package_holds_the_four_files(head: str) -> None:
     """As its pyproject.toml lists them, under the name that embedded.py looks for."""
-    project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())
     name, model = embedded.HEADS[head]
+    place = {"specengine_default_head": "heads", "specengine_coder_head": "heads/coder"}[name]
+    project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["packages"] == [name]
     assert project["project"]["name"].replace("-", "_") == name
     patterns = project["tool"]["setuptools"]["package-data"][name]
     package = ROOT / place / name
     found = {file for pattern in patterns for file in package.glob(pattern)}
-    assert found == set((package / model).iterdir())
+    assert {file for file in found if file.parent.name == model} == set((package / model).iterdir())
+    models = {model for package_name, model in embedded.HEADS.values() if package_name == name}
+    assert {file.parent.name for file in found} == models
     assert embedded.shipped_head(head) == package / model
     assert (ROOT / place / project["project"]["readme"]).is_file()
 
@@ -144,10 +145,11 @@ def test_its_record_is_of_its_target(name: str) -> None:
     assert max(record["tokens"]) < record["vocab_size"]
 
 
-def test_a_head_in_blocks_is_read_whole() -> None:
-    config, state, _ = load_head(cast(Any, embedded.shipped_head("qwen2.5-coder-1.5b-head")))
+@pytest.mark.parametrize(("size", "width"), [("1.5b", 1536), ("0.5b", 896)])
+def test_a_head_in_blocks_is_read_whole(size: str, width: int) -> None:
+    config, state, _ = load_head(cast(Any, embedded.shipped_head(f"qwen2.5-coder-{size}-head")))
     assert (config.version, config.vocab_size, config.draft_vocab_size) == (3, 151_936, 8192)
-    assert state["lm_head.weight"].shape == (8192, 1536)
+    assert state["lm_head.weight"].shape == (8192, width)
     assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 

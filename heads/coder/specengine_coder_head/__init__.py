@@ -1,1 +1,1 @@
-"""The draft head that ships for Qwen2.5-Coder-1.5B-Instruct. Data alone: specengine reads it."""
+"""The draft heads that ship for Qwen2.5-Coder-0.5B and 1.5B-Instruct. Data alone: specengine reads them."""
