@@ -79,19 +79,26 @@ def adversarial(file: str) -> str:
 
 
 def chances(file: str) -> str:
-    """Return expected calibration errors, from bench.chances."""
+    """Return expected calibration errors by source and sampling, from bench.chances."""
+    by_source: dict[str, dict[str, Record]] = {}
+    for r in records(file):
+        if r["record"] == "chances":
+            by_source.setdefault(r["source"], {})[r["sampling"]] = r
+    samplings = list(dict.fromkeys(name for found in by_source.values() for name in found))
     rows = [
         [
-            r["source"],
-            r["sampling"],
-            f"{r['outcomes']:,}",
-            f"{r['stated_error']:.3f}",
-            f"{r['counted_error']:.3f}",
+            source,
+            *(f"{found[name]['outcomes']:,}" for name in samplings),
+            *(
+                f"{found[name][f'{key}_error']:.3f}"
+                for key in ("stated", "counted")
+                for name in samplings
+            ),
         ]
-        for r in records(file)
-        if r["record"] == "chances"
+        for source, found in by_source.items()
     ]
-    return table(("source", "sampling", "outcomes", "stated", "counted"), rows, file)
+    columns = [f"{key}, {name}" for key in ("outcomes", "stated", "counted") for name in samplings]
+    return table(("source", *columns), rows, file)
 
 
 def coupling(file: str) -> str:
@@ -101,26 +108,21 @@ def coupling(file: str) -> str:
         for r in records(file)
         if r["record"] == "coupling"
     }
+    policies = list(dict.fromkeys(policy for _, policy, _ in by_case if policy != "plain"))
+    both = (True, False)
     rows = [
         [
             sampling,
-            code(policy),
-            *(number(by_case[sampling, policy, knows], "tau", 2) for knows in (True, False)),
-            *(number(by_case[sampling, policy, knows], "over_plain", 2) for knows in (True, False)),
+            *(
+                ", ".join(number(by_case[sampling, policy, knows], key, 2) for knows in both)
+                for policy in policies
+                for key in ("tau", "over_plain")
+            ),
         ]
-        for sampling, policy in dict.fromkeys(
-            (sampling, policy) for sampling, policy, _ in by_case if policy != "plain"
-        )
+        for sampling in dict.fromkeys(sampling for sampling, _, _ in by_case)
     ]
-    header = (
-        "sampling",
-        "policy",
-        "tau, coupled",
-        "not coupled",
-        "speed over plain, coupled",
-        "not coupled",
-    )
-    return table(header, rows, file)
+    columns = [f"{code(policy)}: {key}" for policy in policies for key in ("tau", "speed")]
+    return table(("sampling", *columns), rows, file)
 
 
 def regret(file: str) -> str:

@@ -360,22 +360,22 @@ def _way(way: str) -> str:
 def mtp(file: str) -> str:
     """Return trees and the best chain of an MTP head at published rates, from bench.mtp."""
     found = [r for r in records(file) if r["record"] == "mtp replay"]
-    worlds: dict[tuple[str, str, float], dict[str, Record]] = {}
-    for r in found:
-        worlds.setdefault((r["costs"], r["rates"], r["spread"]), {})[r["way"]] = r
+    worlds: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for r in sorted(found, key=lambda r: float(r["spread"])):
+        ways = worlds.setdefault((r["costs"], r["rates"]), {})
+        ways.setdefault(r["way"], []).append(r)
     body = []
-    for (costs, rates, spread), ways in worlds.items():
-        best = max(
-            (r for way, r in ways.items() if way.startswith("chain")), key=lambda r: r["speedup"]
-        )
-        auto, length = ways["auto"], best["way"].rpartition("=")[2]
+    for (costs, rates), ways in worlds.items():
+        chains = [records for way, records in ways.items() if way.startswith("chain")]
+        best = [max(same, key=lambda r: r["speedup"]) for same in zip(*chains, strict=True)]
         cells = [
-            f"{best['speedup']:.2f} ({length})",
-            f"{auto['speedup']:.2f}",
-            f"{auto['gamma']:.1f}",
+            [f"{r['speedup']:.2f}" for r in ways["chain,length=1"]],
+            [f"{r['speedup']:.2f} ({r['way'].rpartition('=')[2]})" for r in best],
+            [f"{r['speedup']:.2f}" for r in ways["auto"]],
+            [f"{r['gamma']:.1f}" for r in ways["auto"]],
         ]
-        body.append([costs, rates, str(spread), f"{ways['chain,length=1']['speedup']:.2f}", *cells])
-    header = ("costs", "rates", "spread", "1 token", "best chain (tokens)", "`auto`", "its nodes")
+        body.append([costs, rates, *map(", ".join, cells)])
+    header = ("costs", "rates", "1 token", "best chain (tokens)", "`auto`", "its nodes")
     return table(header, body, file)
 
 
