@@ -21,10 +21,8 @@ LARGEST = 3e38  # what +inf counts as; NaN counts as -inf
 TILE = 4096  # columns per program; fewer where that leaves multiprocessors idle, more where rows are many
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_STATISTICS = 2048  # tile or group maxima, of all rows, that a program of `_filter` holds
-RANKED, RIVALS = (
-    128,
-    32,
-)  # candidates per program of `_rank`, and how many others it compares them with at a time
+# candidates per program of `_rank`, and how many others it compares them with at a time
+RANKED, RIVALS = 128, 32
 MOST_RANKERS = 128
 # Launch options of kernels that sum products over lanes. Of two lanes that exchange their products, each would fuse its
 # own into the addition, without rounding it, so that one sum would come out differently in each lane.

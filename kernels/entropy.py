@@ -26,9 +26,8 @@ BLOCK = 2048  # kept columns that `_add_up` reads at a time
 # peak; what is fainter adds nothing to a float32. More bins would keep fewer columns, but a histogram's time is theirs.
 BINS, BIN_SHIFT, FIRST_BIN = 256, 19, (127 - 9) << 4
 DIGIT = 8  # bits that `_add_up` finds at a time; 2**DIGIT is BINS
-FIXED = (
-    2.0**40
-)  # what 1 is as an integer in sums of kept columns; less than a unit lost by each of 2**18: 2.4e-7
+# what 1 is as an integer in sums of kept columns; less than a unit lost by each of 2**18: 2.4e-7
+FIXED = 2.0**40
 
 
 # ---- meaning

@@ -18,13 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 WORD_BITS = 64
-MULTIPROCESSORS, SHARED_BYTES = (
-    132,
-    227 * 1024,
-)  # of an H100 or H200; used where there is no device to ask
-FEWER_BYTES = (
-    200 * 1024
-)  # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
+# of an H100 or H200; used where there is no device to ask
+MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024
+# the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
+FEWER_BYTES = 200 * 1024
 MOST_SPLITS = 64
 MERGED_ROWS = 16  # rows per program of the merging kernel
 LOG2_E = math.log2(math.e)
@@ -39,9 +36,8 @@ def reference(*inputs: Tensor, scale: float | None = None) -> tuple[Tensor, Tens
     q, k_cache, v_cache, words, prefix_len, n_q, n_tree = inputs
     groups, size = q.shape[2] // k_cache.shape[1], q.shape[3]
     slots = torch.arange(k_cache.shape[2], device=q.device, dtype=torch.int64)
-    node = (
-        slots - prefix_len[:, None].long()
-    )  # [B, S]: which node stands in a slot, negative in the prefix
+    # [B, S]: which node stands in a slot, negative in the prefix
+    node = slots - prefix_len[:, None].long()
     word = (node // WORD_BITS).clamp(0, words.shape[2] - 1)
     bits = words.gather(2, word[:, None].expand(-1, q.shape[1], -1)) >> (node % WORD_BITS)[:, None]
     named = (bits & 1 == 1) & (node < WORD_BITS * words.shape[2])[:, None]

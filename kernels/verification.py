@@ -20,14 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST = 3e38  # what +inf counts as once logits are divided by the temperature
-TILE, WIDE_TILE, WIDE = (
-    1024,
-    4096,
-    16384,
-)  # columns that a program reads at a time, and from where on of the wide ones
-LESS_WIDE = (
-    2048  # of wide rows that get noise or are float32, for which registers would not suffice
-)
+# columns that a program reads at a time, and from where on of the wide ones
+TILE, WIDE_TILE, WIDE = 1024, 4096, 16384
+# of wide rows that get noise or are float32, for which registers would not suffice
+LESS_WIDE = 2048
 STAGES = 3  # tiles of logits that are on their way
 # float32 is nearer to the noise than 1e-4, and to a sum than a millionth of it
 NEAR, NEAR_RELATIVE = 1e-3, 2.0**-20

@@ -15,9 +15,8 @@ def _end(*_: Any) -> NoReturn:
 
 def run() -> NoReturn:
     """Run one command and end the process. Ctrl-C ends it with status 130 at any moment, without a traceback."""
-    takes = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # as nohup lets a process ignore it
+    # as nohup lets a process ignore it
+    takes = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if takes:
         signal.signal(signal.SIGINT, _end)
     from specengine.cli import main

@@ -151,9 +151,8 @@ class CapturedDriver(EagerDriver):
             )
         )
         ends = policy is not None and (policy.ends_early or policy.plan().patience > 0)
-        self.branched = (
-            ends and 0 < self.passes <= DEEPEST and branches(device)
-        )  # whether a tree is one graph
+        # whether a tree is one graph
+        self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)
         self.notes: list[str] = []  # for the user, in the statistics of each answer
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
@@ -419,10 +418,8 @@ class CapturedDriver(EagerDriver):
         what is not captured yet. Trees grow in graphs, if there are any, and no answer is under way.
         """
         self.prepare(Sampler())
-        branched, self.branched = (
-            self.branched,
-            False,
-        )  # passes of one graph have no times of their own
+        # passes of one graph have no times of their own
+        branched, self.branched = self.branched, False
         self._capture(*self._missing(self._growth()))
         self.branched = branched
         spans = list[tuple[str, Mark, Mark]]()

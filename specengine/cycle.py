@@ -90,9 +90,8 @@ class Draft(NamedTuple):
 
     tree: TokenTree  # what the target verifies
     grown: TokenTree  # all that was drafted
-    kept: Tensor | None = (
-        None  # int64 [tree.size], the nodes of `grown` that make up `tree`; None: all of them
-    )
+    # int64 [tree.size], the nodes of `grown` that make up `tree`; None: all of them
+    kept: Tensor | None = None
 
     @property
     def drafted(self) -> int:
@@ -360,9 +359,8 @@ class EagerDriver:
         )  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
-        self.late: RowDraft | None = (
-            None  # the drafter, where it has a prompt to run before its first pass
-        )
+        # the drafter, where it has a prompt to run before its first pass
+        self.late: RowDraft | None = None
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens and the trees behind them."""

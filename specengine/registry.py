@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 
 from specengine.errors import InputError, did_you_mean, require_value, shown
 
-BASELINES = (
-    "baselines"  # a folder in that of a package, whose files are variants of the package too
-)
+# a folder in that of a package, whose files are variants of the package too
+BASELINES = "baselines"
 
 T = TypeVar("T")
 

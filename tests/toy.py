@@ -830,9 +830,8 @@ def head_config(
 def random_state(config: EagleConfig, seed: int = 0) -> dict[str, Tensor]:
     """Random float32 weights with which attention matters, and a random map of the vocabulary."""
     random = torch.Generator().manual_seed(seed)
-    gain = (
-        0.7 if config.version == 1 else 1.5
-    )  # nothing normalises EAGLE-1's states as they are fed back
+    # nothing normalises EAGLE-1's states as they are fed back
+    gain = 0.7 if config.version == 1 else 1.5
     state = make_head(config).state_dict()
     for name, tensor in state.items():
         if name == "d2t":

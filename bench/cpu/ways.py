@@ -28,9 +28,8 @@ class Kind:
     backend: str
     options: dict[str, Any] = field(default_factory=dict)
     packed_file: bool = False  # straight from the GGUF file
-    integer: bool = (
-        False  # numerics of the native forward; else those of floats in the model's dtype
-    )
+    # numerics of the native forward; else those of floats in the model's dtype
+    integer: bool = False
 
 
 KINDS = {

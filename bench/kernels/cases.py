@@ -103,8 +103,7 @@ def floor_of(case: Case) -> Floor:
     if isinstance(case, Choice):
         return Floor(case.nodes * case.columns * 2, 0)
     if isinstance(case, Search):
-        entry = (
-            3 * 4 + 3 * 8
-        )  # read and written: of G a score, of Q two numbers and three of 64 bits
+        # read and written: of G a score, of Q two numbers and three of 64 bits
+        entry = 3 * 4 + 3 * 8
         return Floor(2 * case.budget * entry + (case.budget - 1) * (2 * 4 + 2 * 8), 0)
     return Floor(2 * 2 * case.layers * case.kv_heads * (case.kept - 1) * case.size * 2, 0)

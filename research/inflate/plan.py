@@ -167,9 +167,8 @@ def _draft_vocab(head: EagleConfig, shape: Shape) -> int:
     if head.draft_vocab_size == head.vocab_size:
         return shape.vocab
     wanted = head.draft_vocab_size if shape.draft_vocab is None else shape.draft_vocab
-    most = (
-        head.draft_vocab_size + shape.vocab - head.vocab_size
-    )  # the further columns need tokens of their own
+    # the further columns need tokens of their own
+    most = head.draft_vocab_size + shape.vocab - head.vocab_size
     if not head.draft_vocab_size <= wanted <= most:
         raise InputError(
             f"shape: draft vocabulary {wanted}; from {head.draft_vocab_size} to {most} is possible"

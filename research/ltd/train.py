@@ -88,9 +88,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     }
     listed = listing(f"options of -o, as recipe {DEFAULT_RECIPE} sets them", PolicyOptions, usual)
     parser.epilog = f"{listed}\n\n{changes('other recipes', others)}"
-    parser.formatter_class = (
-        argparse.RawDescriptionHelpFormatter
-    )  # which keeps the lines of the listing
+    # which keeps the lines of the listing
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -188,9 +188,8 @@ class _Stage:
         model.set_random_seed(
             (self.options.seed * 1000 + self.number) * 100_003 + model.num_timesteps
         )
-        model._last_obs = (
-            model.env.reset()
-        )  # so that a training that goes on sees what it would have seen
+        # so that a training that goes on sees what it would have seen
+        model._last_obs = model.env.reset()
         model._last_episode_starts[:] = True
         self._clear()
 

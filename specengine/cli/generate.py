@@ -92,9 +92,8 @@ class DraftColours:
 
     def __init__(self, engine: Engine) -> None:
         self._texts = TextStream(Decoder(engine.tokenizer))
-        self._pushed = self._length = (
-            0  # characters, without and with those that the stream holds back
-        )
+        # characters, without and with those that the stream holds back
+        self._pushed = self._length = 0
         self._spans: list[tuple[int, str]] = []  # characters still to come, and their colour
 
     def paint(self, piece: StreamPiece) -> str:

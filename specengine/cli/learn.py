@@ -21,10 +21,8 @@ from specengine.cli import given
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require
 
-CHECK_SECONDS, IDLE_SECONDS = (
-    0.5,
-    10.0,
-)  # between two looks, and without a request before learning begins or goes on
+# between two looks, and without a request before learning begins or goes on
+CHECK_SECONDS, IDLE_SECONDS = 0.5, 10.0
 NEW = 16  # texts that make it worth to begin again
 
 

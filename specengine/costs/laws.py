@@ -135,9 +135,8 @@ class Corrections:
             math.log(seconds / expected), MAX_RATIO
         )  # other programs make a cycle longer, and none shorter
         is_near = abs(off) < MAX_RATIO
-        pull = (
-            SMOOTHING * 2 * share * (1 - share) * (many - few)
-        )  # only the mean of two knots is observed
+        # only the mean of two knots is observed
+        pull = SMOOTHING * 2 * share * (1 - share) * (many - few)
         for knot, weight, pulled in ((left, 1 - share, pull), (right, share, -pull)):
             if not weight:
                 continue

@@ -397,9 +397,8 @@ class RowDraft(CapturedDrafter):
     # Runs and commits tokens after those of the cache, with the features that waited for it.
     _extend: Callable[[list[int], list[Tensor]], None]
     _factors: Tensor | None = None  # of the logits, float32 [depths], as in ops.level_rows
-    _asked: tuple[Rows, PassRows, Any] | None = (
-        None  # of the next pass, with what runs them among other texts' rows
-    )
+    # of the next pass, with what runs them among other texts' rows
+    _asked: tuple[Rows, PassRows, Any] | None = None
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device

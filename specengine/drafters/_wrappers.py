@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 
 MEAN = 0.5772  # of the noise
-NOISE, NOISE_OF_TRUNCATED = (
-    0.75,
-    0.5,
-)  # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
+# shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
+NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5
 MAX_SCALE = 1e4  # of the noise, beside which no logit counts
 MIN_REST = 1e-6  # chance that is always left to what was not proposed
 

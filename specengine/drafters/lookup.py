@@ -120,9 +120,8 @@ class Lookup(Wrapped):
             unmixed=drafted,
             _of=(tree.arrays, frontier),
         )
-        return (
-            made if step.logits.dtype is not torch.float16 else dataclasses.replace(made)
-        )  # C++ would mix float32
+        # C++ would mix float32
+        return made if step.logits.dtype is not torch.float16 else dataclasses.replace(made)
 
 
 class Mixed(Step):

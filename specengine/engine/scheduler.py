@@ -26,26 +26,17 @@ from specengine.models.kv_cache import in_own_dtype
 from specengine.models.native import NativeLM, RowBatch, one_torch_thread
 from specengine.records import Cycle, GenerationResult, StreamPiece
 
-PIECE, NEAR, LEAST = (
-    64,
-    2048,
-    16,
-)  # tokens of a prompt that are run at a time beside other texts; see `piece_at`
-MAX_READY = (
-    4  # cycles of an answer that wait for its consumer; a slower one holds up its own answer alone
-)
+# tokens of a prompt that are run at a time beside other texts; see `piece_at`
+PIECE, NEAR, LEAST = 64, 2048, 16
+# cycles of an answer that wait for its consumer; a slower one holds up its own answer alone
+MAX_READY = 4
 POLL = 0.02  # seconds after which a thread whose answer waits for another consumer's looks again
 
-LOOK, TRIED, TIMED = (
-    4,
-    16,
-    32,
-)  # steps: a way is looked at every so many, tried for so many, and timed by the last
+# steps: a way is looked at every so many, tried for so many, and timed by the last
+LOOK, TRIED, TIMED = 4, 16, 32
 MIN_GAIN = 0.3  # share of a rate by which the ways must differ to be told apart after one step
-AGAIN, MAX_AGAIN = (
-    3.0,
-    48.0,
-)  # seconds of serving after which the slower way is tried again: twice as long each time
+# seconds of serving after which the slower way is tried again: twice as long each time
+AGAIN, MAX_AGAIN = 3.0, 48.0
 SOON = 0.5  # seconds of serving after which a number of texts that is new first rests: that costs little
 IDLE = 0.1  # seconds between steps, if they take less themselves, after which timing begins anew
 MAX_GAIN = 0.7  # tokens that a text's first drafted one brings at most: if it costs more, texts begin with a rest
@@ -162,10 +153,8 @@ class SteppedAnswer(Iterator[Cycle]):
 
 class _Rate:
     def __init__(self) -> None:
-        self.timed, self.again = (
-            -math.inf,
-            AGAIN,
-        )  # when it was, and the seconds after which it is tried again
+        # when it was, and the seconds after which it is tried again
+        self.timed, self.again = -math.inf, AGAIN
         self.restart()
 
     def restart(self) -> None:
@@ -200,13 +189,10 @@ class SharedPace:
         )  # of a step in which each drafts a token, over a plain one
         self._mixed = 0  # steps in a row that ran rows of prompts too
         self._ended = -math.inf  # when the last step did
-        self._size, self._steady = (
-            0,
-            0,
-        )  # texts as a power of two, and steps since that, or the way, has changed
-        self._arrived = (
-            False  # whether the way is yet to be chosen by what is known of so many texts
-        )
+        # texts as a power of two, and steps since that, or the way, has changed
+        self._size, self._steady = 0, 0
+        # whether the way is yet to be chosen by what is known of so many texts
+        self._arrived = False
         self._clocks = dict[int, float]()  # seconds that so many texts were served
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of both ways, by number of texts
 
@@ -216,10 +202,8 @@ class SharedPace:
         texts: that had a cycle; tokens: that they committed; began: time.perf_counter() at its start; mixed: whether
         rows of prompts were run too, whose time says nothing of the ways.
         """
-        now, size = (
-            time.perf_counter(),
-            (texts + 1).bit_length(),
-        )  # one bucket when a text has ended before the next
+        # one bucket when a text has ended before the next
+        now, size = time.perf_counter(), (texts + 1).bit_length()
         last, self._ended = self._ended, now
         self._mixed = self._mixed + 1 if mixed else 0
         if texts < 2 or 0 < self._mixed <= MAX_MIXED:  # a text alone decides for itself
@@ -322,9 +306,8 @@ class Scheduler:
         self.forwards += 1
         nodes = sum(len(cycle.tree) for cycle in cycles)
         self.rows += nodes + sum(len(piece.tokens) for piece in rows)
-        self._last_forward = (
-            None if rows else (nodes, self._lm.seconds - before)
-        )  # rows of prompts have no logits
+        # rows of prompts have no logits
+        self._last_forward = None if rows else (nodes, self._lm.seconds - before)
         for answer, result in zip(lanes, results, strict=True):
             answer.go_on(result)
         for answer, piece in zip(pieces, rows, strict=True):

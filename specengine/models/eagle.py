@@ -44,9 +44,8 @@ ROPE_TYPES = (
     "yarn",
 )  # those whose frequencies do not change with the length
 DEFAULT_THETA = 10000.0
-MAX_APPENDED = (
-    1024  # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
-)
+# tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
+MAX_APPENDED = 1024
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ from specengine.models.twins import Packed, evaluating, set_attention, worth_pac
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
-PREFILL_ROWS = (
-    1024  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
-)
+# prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+PREFILL_ROWS = 1024
 
 
 class _SlabView(Cache):
@@ -555,9 +554,8 @@ class CausalLM:
         effect = (tree - ancestor_changed).abs().max()
         if not (sibling_changed - tree).abs().max() <= 1e-3 * effect:
             return "a node's logits change with its sibling"
-        tolerance = (
-            0.01 if self._layout.dtype == torch.float32 else 0.25
-        )  # of rounding, half precision has plenty
+        # of rounding, half precision has plenty
+        tolerance = 0.01 if self._layout.dtype == torch.float32 else 0.25
         if not (path - tree).abs().max() <= tolerance * effect:
             return "a node's logits differ from those of its path alone"
         return None
@@ -675,9 +673,8 @@ class HuggingFaceTarget(CachedTarget):
 
 
 STRICT_ROWS = (32, 16, 8, 4, 2)
-PADDED_ROWS = (
-    64  # of every strict forward under graphs: products of one shape give a row the same bits
-)
+# of every strict forward under graphs: products of one shape give a row the same bits
+PADDED_ROWS = 64
 TRIED = 16  # tokens
 
 

@@ -62,9 +62,8 @@ class KVCache:
         self.layout, self.memory = layout, memory
         self._allocate(capacity)
         self.filled = torch.zeros(1, dtype=torch.int32, device=layout.device)
-        self.places: Tensor | None = (
-            None  # positions by slot, of scratch, where a model's windows need them
-        )
+        # positions by slot, of scratch, where a model's windows need them
+        self.places: Tensor | None = None
 
     def layer(
         self, number: int, first: int = 0, end: int | None = None, slab: int = 0

@@ -353,14 +353,12 @@ class ModelSource(Source):
 
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         decoder: Any = self._model.get_decoder()
-        rotary = (
-            decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
-        )  # whose buffer a cast of the model rounds
+        # whose buffer a cast of the model rounds
+        rotary = decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
         prefix = f"{key}_" if key else ""
         kind = rotary.rope_type[key] if key else rotary.rope_type
-        begin = (
-            "original_" if kind == "longrope" else ""
-        )  # the others of longrope are those of the last length
+        # the others of longrope are those of the last length
+        begin = "original_" if kind == "longrope" else ""
         frequencies = getattr(rotary, f"{prefix}{begin}inv_freq")
         return frequencies.detach().to(torch.float32), float(
             getattr(rotary, f"{prefix}attention_scaling")

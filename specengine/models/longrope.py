@@ -56,9 +56,8 @@ class LongRopeLM(CausalLM):
                 short = part.original_inv_freq.clone()
                 far, _ = ROPE_INIT_FUNCTIONS[LONG_ROPE](config, short.device, seq_len=first + 1)
                 part._buffers["inv_freq"] = used = short.clone()
-                part.__dict__["rope_type"] = (
-                    "default"  # the twin's alone: its forward leaves the buffer as it is
-                )
+                # the twin's alone: its forward leaves the buffer as it is
+                part.__dict__["rope_type"] = "default"
                 self._rotaries.append((used, short, far.to(short.dtype)))
         return made
 

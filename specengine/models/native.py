@@ -61,9 +61,8 @@ from specengine.models.weights import (
 )
 from specengine.ops.tree import TokenTree
 
-PREFILL_ROWS = (
-    512  # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
-)
+# prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
+PREFILL_ROWS = 512
 LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. Behind the first
 # layer, and behind all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
@@ -109,12 +108,10 @@ class NativeLM:
         self.max_context = context_limit(self.config)
         self.version = 0
         self.seconds = 0.0  # spent in model forwards, ever
-        self.experts = (
-            0  # distinct ones that the last forward read, over all layers; shared ones are left out
-        )
-        self._turn = (
-            threading.RLock()
-        )  # forwards share one workspace, and engines in several threads may share this
+        # distinct ones that the last forward read, over all layers; shared ones are left out
+        self.experts = 0
+        # forwards share one workspace, and engines in several threads may share this
+        self._turn = threading.RLock()
         self._take()
         if not (self.source.own_modules or isinstance(self.source, FirstLayer)):
             self._check_other_layers()
@@ -458,9 +455,8 @@ class NativeLM:
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else source.tried
         tokens, positions = self._checked_rows()
-        ids = (
-            tuple(sorted({1, layers})) if whole else (self.layers,)
-        )  # behind the first layer, and the final norm
+        # behind the first layer, and the final norm
+        ids = tuple(sorted({1, layers})) if whole else (self.layers,)
         batch = RowBatch(
             self, tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids
         )
@@ -836,9 +832,8 @@ class LaneTarget(NativeTarget):
         super().__init__(lm)
         self.counts = False  # experts are read for all texts at once
         self.others = 0  # texts that are answered at present, this one left out
-        self._asked: RowBatch | None = (
-            None  # rows of the next tree, where they were run with those of others
-        )
+        # rows of the next tree, where they were run with those of others
+        self._asked: RowBatch | None = None
 
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # whoever steps all texts is in the context of one of them

@@ -213,10 +213,8 @@ def _is_packable(module: nn.Module) -> bool:
         or is_changed(module)
     ):
         return False
-    weight, bias = (
-        vars(module)["_parameters"].get("weight"),
-        module.bias,
-    )  # quantised, a layer may have no weight
+    # quantised, a layer may have no weight
+    weight, bias = vars(module)["_parameters"].get("weight"), module.bias
     plain = is_plain(weight) and (bias is None or is_plain(bias)) and nn.Linear.forward is _LINEAR
     return plain and weight.dtype is torch.bfloat16
 

@@ -53,9 +53,8 @@ _UNROUNDED = (
     ".router.weight",
     ".shared.gate.weight",
 )  # matrices that are few numbers, on which much hangs
-PACKED_ROWS = (
-    1024  # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
-)
+# read at a time, a multiple of 16: a large tensor's second copy never stands in memory
+PACKED_ROWS = 1024
 _NUMBERS = (
     "scores",
     "embedding",
@@ -563,9 +562,8 @@ class PackedModel:
         order = torch.tensor(rows, dtype=torch.int64, device="cpu")
         order = order if weight.order is None else weight.order.long()[order]
         whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
-        own = (
-            (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
-        )  # blocks are bytes
+        # blocks are bytes
+        own = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
         return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

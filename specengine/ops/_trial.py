@@ -180,11 +180,8 @@ def _tree(device: torch.device, capacity: int) -> tuple[Tensor, ...]:
 
 def _logits(device: torch.device) -> list[Tensor]:
     logits = _wave(device, ROWS, COLUMNS)
-    logits[0, :9], logits[1, 3], logits[2, 5:] = (
-        2.5,
-        math.inf,
-        -math.inf,
-    )  # ties, and values that are not finite
+    # ties, and values that are not finite
+    logits[0, :9], logits[1, 3], logits[2, 5:] = 2.5, math.inf, -math.inf
     return [logits, logits.bfloat16()]
 
 

@@ -144,9 +144,8 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     taken = there & (inner.cumsum(0) - inner.long() < search.batch) & going
     count = taken.sum(0, keepdim=True)
     after, nodes = _accept(queues, taken, count)
-    drafted = (
-        (place < nodes) & (queues.scores > after.accepted[-1:]) & inner
-    )  # -inf where G is not full
+    # -inf where G is not full
+    drafted = (place < nodes) & (queues.scores > after.accepted[-1:]) & inner
     drafted &= (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True) >= search.threshold
     expanded = drafted.sum(0, keepdim=True).int()
     expand = (

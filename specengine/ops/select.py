@@ -304,9 +304,8 @@ class Step:
     hidden: Tensor | None = None
     marks: Tensor | None = None
     further: Tensor | None = None
-    unmixed: ClassVar[Drafted | None] = (
-        None  # what an op may read instead, where copies are not mixed in yet
-    )
+    # what an op may read instead, where copies are not mixed in yet
+    unmixed: ClassVar[Drafted | None] = None
 
     def best_children(self, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities, float32, and tokens, int64, [rows, min(count, vocabulary)], best first in each row.

@@ -108,10 +108,8 @@ RELATIONS = 6  # of nodes at depth 1, 2 and deeper: the first of its siblings, t
 LEVELS = 8  # of a profile: of the root, then of chances in equal parts
 ODDS = 7.0  # the greatest log-odds that a table of chances tells apart, and the smallest, negative
 MIN_CHANCE, MAX_CHANCE = 1e-4, 0.999  # chances
-WINDOW, PASSES = (
-    150.0,
-    60.0,
-)  # tries that a knot remembers, nodes drafted from that a level of a profile does
+# tries that a knot remembers, nodes drafted from that a level of a profile does
+WINDOW, PASSES = 150.0, 60.0
 
 
 @op
@@ -488,9 +486,8 @@ def next_pass(
     )
 
 
-Source = (
-    Beside | Callable[[Nodes, int, float], Free | None] | None
-)  # of continuations that need no draft pass
+# of continuations that need no draft pass
+Source = Beside | Callable[[Nodes, int, float], Free | None] | None
 
 
 @op

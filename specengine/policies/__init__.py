@@ -119,9 +119,8 @@ class TreePolicy:
         return ()
 
 
-MOST_NODES = (
-    1 << 14
-)  # of a tree, as it is grown: its table of ancestors takes the square of that in bits
+# of a tree, as it is grown: its table of ancestors takes the square of that in bits
+MOST_NODES = 1 << 14
 
 
 def names() -> list[str]:

@@ -23,12 +23,10 @@ from specengine.files import atomic
 from specengine.policies import PerDevice
 
 FORMAT = 1
-METADATA = (
-    "specengine"  # of a safetensors file: one entry, as their order would change from file to file
-)
-FOLDER = (
-    Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"
-)  # what ships, and for which target
+# of a safetensors file: one entry, as their order would change from file to file
+METADATA = "specengine"
+# what ships, and for which target
+FOLDER = Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"
 TOP_PROBS = 10
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,9 +24,8 @@ from specengine.policies import require, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read, write
 
 FORMAT = 1
-FOLDER = (
-    Path(__file__).parent / "networks" / "smollm2-135m-instruct"
-)  # what ships, and for which target
+# what ships, and for which target
+FOLDER = Path(__file__).parent / "networks" / "smollm2-135m-instruct"
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
 REPEATS = {
     "depth": 14,

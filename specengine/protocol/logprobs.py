@@ -29,9 +29,8 @@ class TokenTexts:
     def _read(self, token: int) -> bytes:
         """Return a token's text; it is empty where the tokenizer has none."""
         once, twice = self._decoded([token]), self._decoded([token, token])
-        text = (
-            twice[len(once) :] if twice.startswith(once) else once
-        )  # a first token may lose its blank
+        # a first token may lose its blank
+        text = twice[len(once) :] if twice.startswith(once) else once
         piece = self._decoded.name(token) if REPLACEMENT in text else None
         if isinstance(piece, str):
             if single := _SINGLE.fullmatch(piece):

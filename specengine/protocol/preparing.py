@@ -340,9 +340,8 @@ class CheckedRequest:
         checked = GenerationOptions.of(
             options, target.generation_config, len(ids), target.max_context
         )
-        checked.stops_after = (
-            checked.min_new_tokens or 0
-        )  # as vLLM does, where transformers' generate would stop
+        # as vLLM does, where transformers' generate would stop
+        checked.stops_after = checked.min_new_tokens or 0
         still_wanted()
         return PreparedRequest(ids, checked, shown, engine.constraint(checked))
 

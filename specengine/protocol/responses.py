@@ -166,9 +166,8 @@ class _Conversation:
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self._messages = messages
-        self._open: dict[str, Any] | None = (
-            None  # the assistant's message that further items belong to
-        )
+        # the assistant's message that further items belong to
+        self._open: dict[str, Any] | None = None
 
     def add_all(self, items: Sequence[dict[str, Any]]) -> None:
         for at, item in enumerate(items):

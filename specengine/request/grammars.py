@@ -264,9 +264,8 @@ class Constraint:
         self._size, self._never = size, never
         self._tokens: list[int] = []
         self._asked = 0
-        self.fault: InputError | None = (
-            None  # why the last call found nothing, where the library gave up
-        )
+        # why the last call found nothing, where the library gave up
+        self.fault: InputError | None = None
 
     def allowed(self, tokens: Sequence[int]) -> np.ndarray:
         """Return bool [vocabulary]: the tokens that may follow; none after a text that the grammar does not allow."""

@@ -36,9 +36,8 @@ from specengine.request.grammars import Constraint, ConstraintProcessor, compile
 from specengine.request.prompts import CONTEXT_SOURCES
 from specengine.request.sampling import PresenceFrequencyPenalty, Processor, Sampler, Stopper, TopP
 
-MIN_TEMPERATURE = (
-    1e-5  # below it a draw is the likeliest token, as in vLLM; logits over it stay finite
-)
+# below it a draw is the likeliest token, as in vLLM; logits over it stay finite
+MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,8 @@ def _from_messages(
             )
         role = message["role"]
         require_value("prompt: a message's role", role, "a string", isinstance(role, str))
-        harmless = (
-            live or _ROLE.fullmatch(role) is not None
-        )  # another one could make marks of the template
+        # another one could make marks of the template
+        harmless = live or _ROLE.fullmatch(role) is not None
         require_value("prompt: a message's role", role, "letters, digits, _ and -", harmless)
         for text in _strings(message):
             _require_unicode("prompt", text)
@@ -353,9 +352,8 @@ def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
 
 
 LETTERS = 8  # for each token of the room: texts up to that are read at once
-MARGIN = (
-    1.25  # more tokens than this for each of the room's are too many, however pieces are joined
-)
+# more tokens than this for each of the room's are too many, however pieces are joined
+MARGIN = 1.25
 PIECE = 1 << 14  # characters that are read without looking up
 
 

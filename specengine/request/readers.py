@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 28
-STACK_BYTES = (
-    1 << 28
-)  # reading the text afterwards needs more, so that nothing fails there that did not here
+# reading the text afterwards needs more, so that nothing fails there that did not here
+STACK_BYTES = 1 << 28
 _START_SECONDS = 120.0  # on a machine that has much else to do
 _QUICK_READERS, _SLOW_READERS = 4, 2  # texts read at once
 _NICENESS = 10  # of slow ones, so that answers go first

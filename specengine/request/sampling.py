@@ -267,9 +267,8 @@ class TopP(LogitsProcessor):
         while True:
             values, ids = row.topk(count)
             probabilities = (values - total).exp()
-            before = (
-                probabilities.cumsum(-1) - probabilities
-            )  # probability of the more likely tokens
+            # probability of the more likely tokens
+            before = probabilities.cumsum(-1) - probabilities
             if before[-1] >= self.top_p or count == row.shape[0]:
                 break
             count = min(8 * count, row.shape[0])
@@ -314,9 +313,8 @@ class Stopper:
         self.decode, self.complete, self.stops_after = decode, complete, stops_after
         self.tokens: list[int] = []
         self.last_reason: str | None = None
-        self.overhang = (
-            0  # characters of the text after a stop string that holds a special token's text
-        )
+        # characters of the text after a stop string that holds a special token's text
+        self.overhang = 0
         self._texts = (
             _Tail(decode, self.stop_strings) if decode is not None and self.stop_strings else None
         )

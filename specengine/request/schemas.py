@@ -17,10 +17,8 @@ from urllib.parse import unquote
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
 _SIDES = ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum"))
-_MIN_INT, _MAX_INT = (
-    -(2**63) + 1024,
-    2**63 - 1,
-)  # the farthest bounds of integers that float64 holds or saturates to
+# the farthest bounds of integers that float64 holds or saturates to
+_MIN_INT, _MAX_INT = -(2**63) + 1024, 2**63 - 1
 _MAX_DIVISOR = 10_000  # digits are counted modulo it, in as many states
 _DIGITS = 14  # after the first one, of the number that is written next to an end that is open
 _TINY = 18  # decimals of the number that is written next to 0
@@ -39,9 +37,8 @@ _TIME = rf"{_HOUR}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOUR})"  # without leap s
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _SUFFIX = "[a-zA-Z]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
-_PATTERNS["hostname"] = (
-    rf"({_LABEL}\.){{0,2}}{_SUFFIX}"  # with which it is never longer than 253 letters
-)
+# with which it is never longer than 253 letters
+_PATTERNS["hostname"] = rf"({_LABEL}\.){{0,2}}{_SUFFIX}"
 _STRINGS = ("duration", "email", "ipv4", "ipv6", "uuid", "uri", *_PATTERNS)
 
 

@@ -27,9 +27,8 @@ from specengine.serve.worker import Worker
 
 MAX_HEADER_BYTES = 1 << 16
 MAX_FRAMING = 2  # bytes received per byte of a body, once PIECE_BYTES more have come
-PIECE_BYTES = (
-    1 << 13
-)  # of what has come that are read before it is looked at: each small chunk takes long to read
+# of what has come that are read before it is looked at: each small chunk takes long to read
+PIECE_BYTES = 1 << 13
 LINGER_SECONDS = 5.0  # that a client may go on sending after its refusal, which a closed connection would take away
 LEFT_SECONDS = 2.0  # that an answer goes on after its client has ended its side, before one looks whether it listens
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
@@ -107,9 +106,8 @@ class _Limited(
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that has ended its side with a whole request; return whether the connection stays."""
-        self._half_closed = (
-            self._answering and not self.cycle.response_started
-        )  # who ends a stream has gone
+        # who ends a stream has gone
+        self._half_closed = self._answering and not self.cycle.response_started
         if (
             self._half_closed and self.scope["http_version"] != "1.0"
         ):  # which has no answers before the answer

@@ -274,9 +274,8 @@ class Worker:
         self.metrics = metrics
         self.engine: Engine | None = None
         self.jobs = JobQueue(waiting, parallel or 1)
-        self.beside: ModelLimits | None = (
-            None  # for whoever reads texts without an answer; copied at the start, slowly
-        )
+        # for whoever reads texts without an answer; copied at the start, slowly
+        self.beside: ModelLimits | None = None
         self._load = load
         self._by_memory = parallel is None
         self._pool: Pool | None = None

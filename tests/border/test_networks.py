@@ -34,10 +34,8 @@ from tests.border.networks import (
 )
 
 _cpu = pytest.importorskip("specengine._cpu")
-LATENT, WIDE = (
-    [32, 8, 8, 8, 0, 1e-6],
-    [LAYERS, HIDDEN, VOCABULARY, 4, 1, 40],
-)  # sizes that go together
+# sizes that go together
+LATENT, WIDE = [32, 8, 8, 8, 0, 1e-6], [LAYERS, HIDDEN, VOCABULARY, 4, 1, 40]
 
 
 # ---------------------------------------------------------------------------------------------------- weights

@@ -158,9 +158,8 @@ def test_cycles_are_timed_by_the_device(draft: str, clock: Clock) -> None:
         assert seconds.split
         assert seconds.verify == pytest.approx(real["finish greedy"], rel=0.02)
         grown = real["root"] + (passes - 1) * real["level"] if passes else 0.0
-        tried = (
-            real["root"] if not passes and seconds.draft > 1.5 * real["first"] else 0.0
-        )  # a pass for nothing
+        # a pass for nothing
+        tried = real["root"] if not passes and seconds.draft > 1.5 * real["first"] else 0.0
         assert seconds.draft == pytest.approx(real["first"] + grown + tried, rel=0.05)
         assert seconds.draft + seconds.verify == seconds.model <= seconds.total
     assert statistics.median(cycle.seconds.host for cycle in cycles) < 0.1 * real["finish greedy"]

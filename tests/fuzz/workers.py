@@ -25,9 +25,8 @@ from tests.fuzz.cases import GIVEN
 from tests.fuzz.running import Ran, here
 
 ROOT = Path(__file__).parents[2]
-MOST_SECONDS = (
-    300.0  # of a case, by the clock; the processor's seconds are counted where Python runs
-)
+# of a case, by the clock; the processor's seconds are counted where Python runs
+MOST_SECONDS = 300.0
 BEFORE = 5  # cases that are named beside one in which the process died
 FILLING = "165"  # what glibc writes into memory that is given out or given back
 

@@ -95,9 +95,8 @@ def _imports(
     nodes: Callable[[ast.AST], Iterator[ast.AST]],
 ) -> set[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    inside = (
-        name if file.name == "__init__.py" else name.rpartition(".")[0]
-    )  # where relative imports begin
+    # where relative imports begin
+    inside = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
     for node in nodes(tree):
         if isinstance(node, ast.Import):

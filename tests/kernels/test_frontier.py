@@ -64,11 +64,8 @@ def test_a_tree_grown_by_the_kernel_is_one_grown_by_the_op(
         parents = torch.from_numpy(random.integers(0, int(wanted.size), most))
         tokens = torch.from_numpy(random.integers(0, 10**6, most))
         edges = -torch.from_numpy(random.random(most)).float()
-        parents[count:], tokens[count:], edges[count:] = (
-            2**40,
-            2**40,
-            math.nan,
-        )  # what is not there is not read
+        # what is not there is not read
+        parents[count:], tokens[count:], edges[count:] = 2**40, 2**40, math.nan
         meant, listed, _ = kernel.reference(wanted, parents, tokens, edges, count)
         given = parents, tokens, edges, torch.tensor([count], dtype=torch.int32)
         expected = ops.by_meaning(ops.append_nodes, wanted[:6], wanted.size, *given, overflow)

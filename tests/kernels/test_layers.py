@@ -101,9 +101,8 @@ def test_half_precision_has_the_bits_of_the_modules(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "columns"), [(1, 7), (3, 1024), (2, 1500)])
 def test_gates(rows: int, columns: int, kind: torch.dtype) -> None:
-    both = (
-        normal(rows, 2 * columns, seed=columns, kind=kind) * 4
-    )  # as one product gives them: strided rows
+    # as one product gives them: strided rows
+    both = normal(rows, 2 * columns, seed=columns, kind=kind) * 4
     gate, up = both[:, :columns], both[:, columns:]
     gate[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -0.0], dtype=kind)
     found = silu_mul(gate, up)

@@ -57,10 +57,8 @@ def reorder(patch: pytest.MonkeyPatch, order: str | int) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="a device has an order of its own")
 @pytest.mark.parametrize("name", ["children", "selection", "entropy"])
 def test_programs_in_any_order_on_used_scratch(name: str) -> None:
-    logits, parents = (
-        normal(3, 3000).round(),
-        torch.zeros(3),
-    )  # of equals, the first: across tiles too
+    # of equals, the first: across tiles too
+    logits, parents = normal(3, 3000).round(), torch.zeros(3)
     logits[1, 7:2500] = 9.0
     kernel: Any = {"children": top_children, "selection": candidate_selection, "entropy": entropy}[
         name

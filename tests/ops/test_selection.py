@@ -178,7 +178,6 @@ class TestTopChildren:
         ):
             expected_columns, expected = brute_top_children(row, k, normalized)
             assert got_columns == expected_columns
-            expected = (
-                torch.tensor(expected, dtype=torch.float64).float().tolist()
-            )  # -inf where it leaves float32
+            # -inf where it leaves float32
+            expected = torch.tensor(expected, dtype=torch.float64).float().tolist()
             assert got_log_probs == pytest.approx(expected, rel=1e-6, abs=2e-6)

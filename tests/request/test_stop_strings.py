@@ -23,9 +23,8 @@ class Bytes:
 
 def reasons(text: str, stops: list[str], letters: bool) -> list[str | None]:
     """The reason after each byte of a text, up to the first one."""
-    decode = (
-        Bytes(letters).decode if letters else Decoder(Bytes(letters))
-    )  # a function's text is never held back
+    # a function's text is never held back
+    decode = Bytes(letters).decode if letters else Decoder(Bytes(letters))
     stopper, found = Stopper(20, stop_strings=stops, decode=decode), list[str | None]()
     for token in text.encode():
         found.append(stopper.reason(token, History([token], 1)))

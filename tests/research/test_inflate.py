@@ -234,9 +234,8 @@ def test_sizes_are_as_asked() -> None:
     assert large.head_config is not None
     assert large.head_state is not None
     head = head_from(large.head_config, large.head_state, torch.bfloat16, CPU)
-    wide = (
-        layer + 60 * (heads + 2 * 48) + 60
-    )  # the attention reads twice the width, and one more norm
+    # the attention reads twice the width, and one more norm
+    wide = layer + 60 * (heads + 2 * 48) + 60
     assert sum(p.numel() for p in head.parameters()) == wide + 3 * 60 * 60 + 200 * 60 + 60
 
 

@@ -37,9 +37,8 @@ _LENGTH = struct.Struct("<Q")
 _MAX_PARTS = 1000
 _MAX_KEY_LENGTH = 65535  # docs/gguf.md
 _MIN_ENTRY_BYTES = 8 + 4 + 1  # bytes: length of the key, type, value
-_MIN_TENSOR_BYTES = (
-    8 + 4 + 8 + 4 + 8
-)  # bytes: length of the name, dimensions, one dimension, type, offset
+# bytes: length of the name, dimensions, one dimension, type, offset
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 @dataclass(frozen=True)

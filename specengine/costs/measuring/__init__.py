@@ -41,9 +41,8 @@ SHORT_SHARE = 0.6  # share of the time for the short context
 EXPERT_SHARE = 0.15  # share of the time for the price of an expert
 ALIKE = (8, 16, 32)  # rows of the trees that it is measured by
 ROUNDS = 4  # rounds that a plan must have time for; the first one warms up
-WARM_SECONDS = (
-    0.2  # of cycles on a device before any is measured: a clock that idled takes so long to rise
-)
+# of cycles on a device before any is measured: a clock that idled takes so long to rise
+WARM_SECONDS = 0.2
 REHEARSED = 4  # cycles that a driver rehearses at once
 
 

@@ -63,9 +63,8 @@ class Auto(TreePolicy):
     rounds: int = 2
     costs: str | PassCosts = MEASURED
 
-    patience: ClassVar[int] = (
-        16  # cycles in a row without a draft pass, after which one looks whether it pays again
-    )
+    # cycles in a row without a draft pass, after which one looks whether it pays again
+    patience: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
         require_minimum("auto", self, budget=1, width=1, max_passes=1, rounds=1)
@@ -83,9 +82,8 @@ class Auto(TreePolicy):
         )
         self._limits = Limits(math.log(MIN_PATH), self.budget, self.rounds, self.max_passes)
         self._state = PerDevice(self._start)
-        self._together: PerDevice[DeviceSearch] | None = (
-            None  # state of the one that it learns together with
-        )
+        # state of the one that it learns together with
+        self._together: PerDevice[DeviceSearch] | None = None
         self._group = 0  # of answers: greedy, sampled
         self._paces = Pace(), Pace()  # by group
         self._pace = self._paces[0]
@@ -111,9 +109,8 @@ class Auto(TreePolicy):
         plain = (
             costs.predicted.verify[1] if costs.base.measured and costs.predicted.verify else None
         )
-        self._rests = (
-            self._pace.resting > 0 if costs.shared is None else costs.shared.resting()
-        )  # all texts, or none
+        # all texts, or none
+        self._rests = self._pace.resting > 0 if costs.shared is None else costs.shared.resting()
         learns = costs.shared is None or not self._rests
         if not learns:
             self._count(1)

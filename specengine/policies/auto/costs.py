@@ -61,9 +61,8 @@ class CostModel:
         self.stale = False  # whether prices are to be brought up to date before the next tree
         self.tries = False  # whether the present cycle is priced to try rows that no cycle has
         self.book = CostCorrections()
-        self.find: Callable[[], PassCosts] | None = (
-            None  # the costs at present: other texts come and go
-        )
+        # the costs at present: other texts come and go
+        self.find: Callable[[], PassCosts] | None = None
         self._counted: dict[
             tuple[int, int], ExpertReads
         ] = {}  # by experts of a row, and all experts

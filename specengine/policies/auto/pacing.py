@@ -10,37 +10,28 @@ from enum import Enum
 from functools import partial
 
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
-HOPE, NEW_TEXT, AGAIN = (
-    0.2,
-    0.03,
-    0.01,
-)  # tokens per cycle that trees are credited with: at first, in a new text, later
-SMALL_GAIN, TIMED = (
-    0.1,
-    4,
-)  # tokens per cycle below which plain cycles are timed, and so many of them
+# tokens per cycle that trees are credited with: at first, in a new text, later
+HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01
+# tokens per cycle below which plain cycles are timed, and so many of them
+SMALL_GAIN, TIMED = 0.1, 4
 FIRST_REST, MAX_REST = 32, 128  # cycles of a rest
 REPEATED = 4  # cycles of a rest for each of the last tokens that must stand in the text before, to end it at once
-MIN_TRIAL, MAX_TRIAL = (
-    3,
-    16,
-)  # cycles with trees after a rest, whose own mean decides whether to rest again
+# cycles with trees after a rest, whose own mean decides whether to rest again
+MIN_TRIAL, MAX_TRIAL = 3, 16
 MAX_LOST = 2  # texts in a row in which trees did not pay, after which a text begins with a rest
 STANDARD_ERRORS = 1.0  # standard errors by which gains are below nothing
 PLAIN_WINDOW = 16  # plain cycles that a median is of
 SPREAD = 0.05  # tokens squared: variance of a cycle's gain, to begin with
-MIN_GAIN = (
-    -2.0
-)  # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
+# tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
+MIN_GAIN = -2.0
 
 
 class PaceState(Enum):
     """States of a pace, each with how a cycle enters it. docs/develop/policy.md draws the transitions."""
 
     DRAFTING = "drafting"  # at first, and after MAX_TRIAL cycles of a trial
-    CALIBRATING = (
-        "calibrating"  # the mean gain fell below SMALL_GAIN for the first time: TIMED plain cycles
-    )
+    # the mean gain fell below SMALL_GAIN for the first time: TIMED plain cycles
+    CALIBRATING = "calibrating"
     RESTING = "resting"  # gains are below nothing: FIRST_REST plain cycles, twice as many after each lost trial
     RETURNING = "returning"  # the plain cycles are over; the next cycle also catches the drafter up
     TRIAL = "trial"  # that cycle is over; gains since then decide

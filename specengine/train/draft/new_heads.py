@@ -31,11 +31,8 @@ from specengine.train.draft.options import Loss, TrainOptions
 from specengine.train.draft.teacher import HeadTeacher
 
 RIDGE = 1e-4  # relative to the mean squared input
-MIN_VOCABULARY, MAX_VOCABULARY, VOCABULARY_STEP = (
-    8192,
-    32768,
-    1024,
-)  # of a head, chosen from the text
+# of a head, chosen from the text
+MIN_VOCABULARY, MAX_VOCABULARY, VOCABULARY_STEP = 8192, 32768, 1024
 MAX_UNITS = 2048  # of the MLP, chosen by the target
 COVERED = 0.99  # share of the answers' tokens that it has, if it may be so large
 

@@ -35,10 +35,8 @@ from specengine.train.text.corpus import Corpus, Text
 STATE, LOG = "training.pt", "log.jsonl"
 MEASURE_EVERY = 10  # steps
 MAX_HELD_BACK = 32  # texts
-PACED, PACED_SHARE = (
-    5,
-    0.85,
-)  # steps that are timed to choose their number, and share of the time that steps take
+# steps that are timed to choose their number, and share of the time that steps take
+PACED, PACED_SHARE = 5, 0.85
 MIN_STEPS, VALIDATIONS = 100, 24  # where their number is chosen
 START_BATCHES = 24  # batches that the initial EAGLE-1 head is fitted to
 HOUSEKEEPING = (

@@ -37,9 +37,8 @@ TOP = 32  # tokens whose chances are kept
 PIECE = 64  # tokens of a prompt that a text runs at a time
 BLOCK = 128  # tokens
 MAY_GROW = ("tokens", "gib")  # options of a folder that a later call may change
-BASE_LEAD = (
-    8  # first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
-)
+# first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
+BASE_LEAD = 8
 
 
 @dataclass(frozen=True)

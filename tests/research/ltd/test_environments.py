@@ -175,9 +175,8 @@ def test_speed_by_networks_is_that_of_serving(trees: CandidateTrees) -> None:
     networks = Networks(SHAPE, {"depth": (8,), "size": (8,)}).requires_grad_(False)
     logged = Outcomes.of(list(trees.answers()), SHAPE, COSTS)
     seen = depth_observation(logged.laid, logged.contexts, 1, SHAPE)
-    networks.depth[-1].bias[GO_ON] -= (
-        networks.depth(seen).diff(dim=-1).median()
-    )  # so that half of the trees go on
+    # so that half of the trees go on
+    networks.depth[-1].bias[GO_ON] -= networks.depth(seen).diff(dim=-1).median()
     depths = logged.depths_by(networks)
     sizes = logged.sizes_by(networks, depths)
     assert len(set(depths.tolist())) > 1

@@ -95,9 +95,8 @@ class EagleLayout(Layout):
         if config.qkv_bias and config.o_bias:
             raw["attention_bias"] = True  # vLLM reads no other field of an EAGLE-3 head's biases
         if not config.norm_logits:
-            raw["norm_output"] = (
-                False  # left out where it is true, which vLLM takes as what speculators means by it
-            )
+            # left out where it is true, which vLLM takes as what speculators means by it
+            raw["norm_output"] = False
         if config.layer_ids is not None:
             raw[LAYER_IDS] = list(config.layer_ids)
             raw["eagle_config"] = {LAYER_IDS: [i - 1 for i in config.layer_ids]}

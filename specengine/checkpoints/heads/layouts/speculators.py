@@ -107,9 +107,8 @@ class Speculators(Layout):
                 "layernorms": False,
             }
         cls.refuse(fc_bias=config.fc_bias)
-        layer["num_aux_hidden_states"] = (
-            config.num_features
-        )  # vLLM counts the layer ids of the official layout alone
+        # vLLM counts the layer ids of the official layout alone
+        layer["num_aux_hidden_states"] = config.num_features
         same = config.target_hidden_size == config.hidden_size
         return raw | {
             "architectures": ["Eagle3Speculator"],
