@@ -1,5 +1,7 @@
 """Compare servers at several numbers of clients: a queue, answers at once, and the servers of llama.cpp and vLLM.
 
+One client's answers are compared with those of an engine without a server too.
+
     python -m bench.servers [--llama-server PATH] [--vllm PATH] [--clients 1 2 4 8 16] --out FILE
 
 All servers run all the time, and one of them is asked at a time: every round asks all in turn, so that load on the
@@ -24,13 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
+from specengine import Engine
 from specengine.checkpoints import embedded
 
 Record = dict[str, Any]
 CONTEXT = 2048  # tokens of a conversation in llama.cpp and vLLM, which want to know them before
+ALONE = "specengine, no server"
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2"}  # its setting of memory for caches, in GiB
 
 
@@ -54,6 +59,14 @@ class Cell:
         self.tokens += other.tokens
         for name in ("first", "between", "pauses"):
             getattr(self, name).extend(getattr(other, name))
+
+    def note(self, began: float, times: list[float], count: int) -> None:
+        """Take in an answer of so many tokens, by the times of its pieces."""
+        self.tokens += count
+        self.first.append(times[0] - began)
+        self.between.append((times[-1] - times[0]) / (count - 1))
+        pauses = (after - before for before, after in itertools.pairwise(times))
+        self.pauses.append(max(pauses, default=0.0))
 
     @property
     def figures(self) -> Record:
@@ -178,12 +191,24 @@ async def ask(client: httpx.AsyncClient, prompt: str, tokens: int, cell: Cell) -
                 times.append(time.perf_counter())
     if count != tokens:
         raise SystemExit(f"an answer has {count} tokens, expected {tokens}")
-    cell.tokens += count
-    cell.first.append(times[0] - began)
-    cell.between.append((times[-1] - times[0]) / (count - 1))
-    cell.pauses.append(
-        max((after - before for before, after in itertools.pairwise(times)), default=0.0)
-    )
+    cell.note(began, times, count)
+
+
+def answer_alone(engine: Engine, prompts: list[str], tokens: int) -> Cell:
+    """Answer all prompts in this process, and note the times as for a server."""
+    cell = Cell()
+    for prompt in prompts:
+        began = time.perf_counter()
+        stream = engine.stream(
+            [{"role": "user", "content": prompt}],
+            max_new_tokens=tokens,
+            temperature=0.0,
+            eos_token_id=[],
+        )
+        times = [time.perf_counter() for piece in stream if piece.text]
+        cell.seconds += time.perf_counter() - began
+        cell.note(began, times, tokens)
+    return cell
 
 
 def records(args: argparse.Namespace) -> Iterator[Record]:
@@ -208,7 +233,12 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
             asyncio.run(
                 crowd(address, max(args.clients), prompts(max(args.clients)), args.max_new_tokens)
             )
+        engine = Engine.from_pretrained(args.file and str(args.file))
+        torch.set_num_threads(args.threads)
+        answer_alone(engine, prompts(2), args.max_new_tokens)
         for turn in range(args.rounds):
+            found = answer_alone(engine, prompts(args.requests), args.max_new_tokens)
+            cells.setdefault((ALONE, 1), Cell()).add(found)
             for clients in args.clients:
                 for way in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
                     count = max(args.requests, 2 * clients)
@@ -217,7 +247,7 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
                     )
                     cells.setdefault((way, clients), Cell()).add(found)
     for (way, clients), cell in sorted(
-        cells.items(), key=lambda item: (list(ways).index(item[0][0]), item[0][1])
+        cells.items(), key=lambda item: ([ALONE, *ways].index(item[0][0]), item[0][1])
     ):
         yield {"record": "server", "way": way, "clients": clients, **cell.figures}
 

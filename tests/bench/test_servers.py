@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import servers
-from tests.serve.served import served
+from tests.serve.served import served, tiny_engine
 
 
 def test_clients_share_the_prompts() -> None:
@@ -20,6 +20,13 @@ def test_clients_share_the_prompts() -> None:
     assert 0 < max(cell.first) <= cell.seconds
     cell.add(cell)
     assert cell.figures["answers"] == 6
+
+
+def test_an_engine_alone_is_timed_as_a_server_is() -> None:
+    cell = servers.answer_alone(tiny_engine(), ["one", "two"], 6)
+    assert cell.tokens == 2 * 6
+    assert len(cell.first) == len(cell.between) == len(cell.pauses) == 2
+    assert 0 < sum(cell.first) <= cell.seconds
 
 
 def test_a_refused_request_ends_the_run() -> None:
