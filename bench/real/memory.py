@@ -27,6 +27,14 @@ def sizes() -> dict[str, int]:
     return {short: 1024 * int(values[name].split()[0]) for name, short in names.items()}
 
 
+def weights(model: str) -> int:
+    """Return the bytes of a model's file, or of the weights in its folder."""
+    path = Path(model)
+    return sum(
+        part.stat().st_size for part in (path.glob("*.safetensors") if path.is_dir() else [path])
+    )
+
+
 def measured(model: str, way: str, prompt: str, tokens: int) -> dict[str, Any]:
     """Return the sizes by stage, in bytes, and their shares of the model's file."""
     spec = Spec.of(way)
@@ -36,13 +44,10 @@ def measured(model: str, way: str, prompt: str, tokens: int) -> dict[str, Any]:
     loaded = sizes()
     engine.generate(prompt, max_new_tokens=tokens, temperature=0.0)
     answered = sizes()
-    path = Path(model)
-    file = sum(
-        part.stat().st_size for part in (path.glob("*.safetensors") if path.is_dir() else [path])
-    )
+    file = weights(model)
     return {
         "record": "memory of a file",
-        "model": path.name,
+        "model": Path(model).name,
         "way": way,
         "tokens": tokens,
         "file_bytes": file,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.real import __main__ as real
-from bench.real import files
+from bench.real import contexts, files
 from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.workloads import read
 from specengine.checkpoints.embedded import PinnedFile
@@ -165,3 +165,17 @@ def test_a_measurement_of_a_tiny_model_and_its_memory(tmp_path: Path, capsys: An
         assert row["answered"]["resident"] <= 1.01 * row["peak_bytes"], (
             "the system counts pages roughly"
         )
+
+
+def test_a_long_prompt_and_the_turn_after_it(tmp_path: Path, capsys: Any) -> None:
+    tiny(max_position_embeddings=8192).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    out = tmp_path / "records.jsonl"
+    assert contexts.main([str(tmp_path / "model"), "--lengths", "600", "--out", str(out)]) == 0
+    _, row = (json.loads(line) for line in out.read_text().splitlines())
+    first, second = row["turns"]
+    assert first["prompt_tokens"] > 600
+    assert first["cached"] == 0
+    assert second["cached"] > first["prompt_tokens"], "the session goes on"
+    assert 0 < second["first_token_s"] < first["first_token_s"]
+    assert row["resident"] > row["file_bytes"] > 0
