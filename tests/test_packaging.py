@@ -155,6 +155,38 @@ def test_the_source_distribution_holds_what_tests_and_documents_need() -> None:
         assert file in manifest
 
 
+def test_the_makefile_holds_what_a_contributor_needs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert len(makefile.splitlines()) <= 120
+    for name in re.findall(r"\w+/targets\.mk", makefile):
+        assert ".PHONY" in (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("message", "refusal"),
+    [
+        ("scheduler: step all lanes in one pass", ""),
+        ("bench.servers: one client alone\n\nThe reason.", ""),
+        ("docs, tests: draw the table anew", ""),
+        ("# a remark of git's\nmodels/native: read rows once", ""),
+        ("Merge branch 'other'", ""),
+        ("scheduler: " + "step " * 13, "72 at most"),
+        ("The scheduler steps all lanes", "ROOM: CHANGE"),
+        ("scheduler:", "ROOM: CHANGE"),
+        ("scheduler: step lanes\nThe reason.", "an empty line"),
+        ("", "ROOM: CHANGE"),
+    ],
+)
+def test_the_hook_refuses_subjects_that_say_no_change(
+    tmp_path: Path, message: str, refusal: str
+) -> None:
+    (tmp_path / "message").write_text(message)
+    hook = [str(ROOT / ".ci" / "hooks" / "commit-msg"), str(tmp_path / "message")]
+    done = subprocess.run(hook, capture_output=True, text=True, check=False)
+    assert done.returncode == bool(refusal)
+    assert refusal in done.stderr
+
+
 def test_a_strict_build_ends_with_an_extension_that_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
