@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AddedToken, PreTrainedModel
 
 from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
@@ -133,8 +133,8 @@ def test_greedy_answers_are_the_targets_own(
         TOKENIZER,
     )
     hits: dict[bool, list[bool]] = {True: [], False: []}
-    for shard in range(4):
-        rows = [writer.row(number, shard, [], torch.Generator()) for number in range(OPTIONS.rows)]
+    for shard in range(8):
+        rows = [writer.row(number, shard, []) for number in range(OPTIONS.rows)]
         kept = _all_rows(writer, shard)
         assert len(kept) == len(rows)
         for row, text in zip(rows, kept, strict=True):
@@ -184,6 +184,40 @@ def test_draws_follow_the_distribution() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- prompts
+
+
+def test_a_users_turn_begins_with_an_opener(model: PreTrainedModel, tmp_path: Path) -> None:
+    """In the share of the conversations that is asked for, with those that leave room for an answer."""
+    fitting = [
+        [USER, *ids]
+        for text in synthesis.OPENERS
+        if len(ids := TOKENIZER(text)["input_ids"]) < synthesis.TURN_ROOM * OPTIONS.length
+    ]
+    assert 5 < len(fitting) < len(synthesis.OPENERS)
+    for share, low, high in ((0.0, 0.0, 0.05), (0.5, 0.2, 0.8), (1.0, 1.0, 1.0)):
+        options = replace(OPTIONS, opener_share=share, rows=30)
+        found = texts(write(model, tmp_path / str(share), options))
+        opened = [
+            tokens for tokens, _ in found if any(tokens[: len(ids)] == ids for ids in fitting)
+        ]
+        assert low <= len(opened) / len(found) <= high
+        if share == 1.0:
+            assert len({tuple(tokens[:4]) for tokens, _ in found}) > 5, "they vary"
+
+
+def test_users_write_no_special_token_of_any_kind(model: PreTrainedModel) -> None:
+    """Also none that the tokenizer has no role for, as a GGUF file's has for most of them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("a", special=True)])
+    assert (letter := tokenizer("a")["input_ids"][0]) not in tokenizer.all_special_ids
+    form = ChatFormat.of(tokenizer, frozenset({END}))
+    writer = synthesis.Lockstep(HuggingFaceTarget(model, pack=False), form, OPTIONS, tokenizer)
+    logits = torch.zeros(1, model.config.vocab_size)
+    logits[0, letter] = 50.0
+    row = synthesis.Row(form, OPTIONS.length, 0.0, [form.before])
+    row.forced.clear()
+    drawn = {writer.draw(logits.clone(), [row], torch.Generator())[0] for _ in range(20)}
+    assert letter not in drawn
 
 
 @WAYS

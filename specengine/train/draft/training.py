@@ -232,9 +232,11 @@ class _Run:
         """Fit temperatures to the trained head, and save it."""
         temperatures: tuple[float, ...] = ()
         if self.options.temperatures and self.epochs.held_back:
-            texts = self.epochs.held_back
             temperatures = fit_temperatures(
-                self.learner.result, self.teacher, texts, autocast=self.options.autocast
+                self.learner.result,
+                self.teacher,
+                self.epochs.held_back,
+                autocast=self.options.autocast,
             )
             self._log(temperatures=temperatures)
             self.progress(f"temperatures by depth: {', '.join(map(str, temperatures))}")
@@ -257,8 +259,7 @@ class _Run:
                 generator=generator,
                 measure=measure,
             )
-        if not math.isfinite(float(report.loss.detach())):
-            loss = float(report.loss.detach())
+        if not math.isfinite(loss := float(report.loss.detach())):
             raise InputError(
                 f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate"
             )
@@ -278,9 +279,11 @@ class _Run:
         return options.learning_rate * factor
 
     def _validate(self) -> None:
-        texts = self.epochs.held_back or self.epochs.texts
         validation = validate(
-            self.learner.result, self.teacher, texts, autocast=self.options.autocast
+            self.learner.result,
+            self.teacher,
+            self.epochs.held_back or self.epochs.texts,
+            autocast=self.options.autocast,
         )
         self._log(held_back=validation._asdict())
         ahead = " / ".join(f"{share:.0%}" for share in validation.hits)

@@ -42,3 +42,9 @@ class SynthesisOptions(Checked):
         default=0.5,
         help="share of the conversations that begin with one of the prompts, if there are any, 0 to 1",
     )
+    opener_share: float = option(
+        number(0, 1, "0 to 1"),
+        default=0.75,
+        help="share of the other conversations whose user begins with words like 'Write a', 0 to 1; the rest begins "
+        "with nothing",
+    )

@@ -1,7 +1,8 @@
 """Write training text without a data set: the target writes the user's turns and answers them.
 
-A chat model that is prompted with the bare beginning of a user's turn continues like the users in its training data.
-Its answers are the text that a draft has to predict. A base model continues a single random token.
+A chat model that is prompted with the beginning of a user's turn continues like the users in its training data. Its
+answers are the text that a draft has to predict. Most turns begin with one of OPENERS: at a bare beginning, a model of
+code pastes code, and answers little. A base model continues a single random token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, RowBatch
 from specengine.request.templates import filled
+from specengine.request.text import special_texts
 from specengine.train.text.corpus import Corpus, States, Text
 from specengine.train.text.options import SynthesisOptions
 
@@ -40,6 +43,54 @@ MAY_GROW = ("tokens", "gib")  # options of a folder that a later call may change
 # first tokens of a base model's text, drawn at temperature 1 so that greedy rows differ
 BASE_LEAD = 8
 
+# how requests of the kinds that users send begin; the model goes on with them
+OPENERS = (
+    "How do I",
+    "How can I",
+    "How does",
+    "Why",
+    "What is",
+    "What are the",
+    "What happens when",
+    "Who",
+    "When did",
+    "Where",
+    "Which",
+    "Can you",
+    "I want to",
+    "I have a",
+    "My",
+    "Tell me about",
+    "Explain",
+    "Describe",
+    "Compare",
+    "List",
+    "Name three",
+    "Give me",
+    "Suggest",
+    "Write a",
+    "Write an e-mail",
+    "Write a short story about",
+    "Write a function that",
+    "Write a Python program that",
+    "Complete this function:\n\n```python\ndef",
+    "Fix the bug in this code:\n\n```",
+    "What does this code do?\n\n```",
+    "Add tests for this class:\n\n```",
+    "Summarize the following article:\n\n",
+    "Summarize this text in three sentences:\n\n",
+    "Rewrite this paragraph:\n\n",
+    "Answer the question from the text.\n\n",
+    "Extract the names and dates:\n\n",
+    "Correct the grammar:",
+    "Translate into German:",
+    "Classify",
+    "Calculate",
+    "If a",
+    "A shop sells",
+    "Imagine you are",
+)
+
 
 @dataclass(frozen=True)
 class ChatFormat:
@@ -49,12 +100,14 @@ class ChatFormat:
     to_answer     ids between a user's turn and the answer
     to_user       ids between an answer and the user's next turn
     stops         tokens that end a turn
+    openers       beginnings of a user's turn
     """
 
     before: list[int]
     to_answer: list[int] = field(default_factory=list)
     to_user: list[int] = field(default_factory=list)
     stops: frozenset[int] = frozenset()
+    openers: tuple[list[int], ...] = ()
 
     @property
     def chat(self) -> bool:
@@ -81,7 +134,8 @@ class ChatFormat:
         first, second, third = (
             list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts
         )
-        return cls(first, second, third, stops | {second[0], third[0]})
+        openers = tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in OPENERS)
+        return cls(first, second, third, stops | {second[0], third[0]}, openers)
 
 
 def as_turns(turns: Sequence[str], form: ChatFormat, tokenizer: Any) -> list[list[int]]:
@@ -110,10 +164,11 @@ class Writer(ABC):
     ) -> None:
         self.target: Any = target
         self.form, self.options, self.features = form, options, features
-        special = set(tokenizer.all_special_ids) | form.stops
+        special = special_texts(tokenizer).keys() | form.stops
         self._ordinary = [
             i for i in range(min(target.vocab_size, len(tokenizer))) if i not in special
         ]
+        self._openers = [ids for ids in form.openers if len(ids) < TURN_ROOM * options.length]
         markup = set(range(target.vocab_size)) - {*self._ordinary, *form.stops}  # and unnamed rows
         self._markup, self._stops = (
             torch.tensor(sorted(ids), dtype=torch.int64, device=target.device)
@@ -125,7 +180,7 @@ class Writer(ABC):
         generator = torch.Generator(self._stops.device).manual_seed(
             self.options.seed * 1_000_003 + shard
         )
-        rows = [self.row(number, shard, prompts, generator) for number in range(self.options.rows)]
+        rows = [self.row(number, shard, prompts) for number in range(self.options.rows)]
         with torch.inference_mode():
             self._fill(rows, generator)
         return [row.text() for row in rows if any(row.answers)]
@@ -152,23 +207,17 @@ class Writer(ABC):
             best[drawing] = _sample(logits, drawing, temperatures[drawing], generator)
         return best.tolist()
 
-    def row(
-        self, number: int, shard: int, prompts: list[list[list[int]]], generator: torch.Generator
-    ) -> Row:
+    def row(self, number: int, shard: int, prompts: list[list[list[int]]]) -> Row:
         temperature = ANSWER_TEMPERATURES[number % len(ANSWER_TEMPERATURES)]
         if prompts and number < self.options.prompt_share * self.options.rows:
             turns = prompts[(shard * self.options.rows + number) % len(prompts)]
             return Row(self.form, self.options.length, temperature, turns)
         begin = list(self.form.before)
+        draw = Random(f"{self.options.seed} {shard} {number}")
         if not self.form.chat:
-            pick = torch.randint(
-                len(self._ordinary),
-                (),
-                generator=generator,
-                device=generator.device,
-                dtype=torch.int64,
-            )
-            begin.append(self._ordinary[int(pick)])
+            begin.append(draw.choice(self._ordinary))
+        elif self._openers and draw.random() < self.options.opener_share:
+            begin += draw.choice(self._openers)
         return Row(self.form, self.options.length, temperature, [begin])
 
 
@@ -183,21 +232,19 @@ class Row:
         self.turns = deque(turns[1:])  # later turns of a prompt
         self.prompted = form.chat and turns[0][-len(form.to_answer) :] == form.to_answer
         self.asks = form.chat and not self.prompted
-        self.words = 0  # tokens drawn in this turn
+        # tokens of this turn, without the template's
+        self.words = len(turns[0]) - len(form.before) if self.asks else 0
         self.done = False
         self.tokens: list[int] = []
         self.answers: list[bool] = []
         self.states: States | None = None  # at the tokens
 
     @property
-    def leads(self) -> bool:
-        return not self.form.chat and self.words < BASE_LEAD
-
-    @property
     def temperature_now(self) -> float:
         if self.forced or self.done:
             return 0.0
-        return USER_TEMPERATURE if self.asks or self.leads else self.temperature
+        leads = not self.form.chat and self.words < BASE_LEAD
+        return USER_TEMPERATURE if self.asks or leads else self.temperature
 
     def take(self) -> int:
         """Append the next forced token and return it."""
@@ -246,9 +293,11 @@ class Row:
         return token
 
     def text(self) -> Text:
-        tokens = torch.tensor(self.tokens, dtype=torch.int32, device="cpu")
-        answers = torch.tensor(self.answers, dtype=torch.bool, device="cpu")
-        return Text(tokens, answers, self.states).begin(len(tokens))
+        return Text(
+            torch.tensor(self.tokens, dtype=torch.int32, device="cpu"),
+            torch.tensor(self.answers, dtype=torch.bool, device="cpu"),
+            self.states,
+        ).begin(len(self.tokens))
 
 
 def write_corpus(  # noqa: PLR0913
@@ -393,14 +442,8 @@ def _sample(
     )
     probabilities = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     probabilities[probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True)] = 0
-    cumulated = probabilities.cumsum(dim=-1)
-    noise = torch.rand(
-        len(logits), 1, generator=generator, device=logits.device, dtype=torch.float32
-    )
-    # To the right of the drawn value, so that a token without probability is never chosen.
-    drawn = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)[:, 0]
-    drawn = torch.minimum(drawn, (cumulated < cumulated[:, -1:]).sum(dim=-1))
-    return ids.gather(1, drawn[:, None])[:, 0]
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return ids.gather(1, drawn)[:, 0]
 
 
 def _with_largest(
