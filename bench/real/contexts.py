@@ -1,6 +1,8 @@
 """Time to the first token and memory of long prompts, and of the turn after them.
 
     python -m bench.real.contexts MODEL [--lengths 4096 16384 32000] [--out FILE]
+    python -m bench.real.contexts MODEL --lengths 8 512 4096 --prompts prompts.jsonl
+    specengine bench --prompts prompts.jsonl --way peer:llama.cpp --model MODEL
 
 Each length is a session in a process of its own: a prompt of so many tokens, which are the sources of this package and
 a question about them, then a second question. Both answers are greedy. The prompt's seconds are of its whole answer's
@@ -21,6 +23,7 @@ import specengine
 from bench.provenance import show
 from bench.real.memory import sizes, weights
 from specengine.engine import Engine
+from specengine.files import write_whole
 
 TOKENS = 64  # of each answer
 QUESTIONS = (
@@ -35,12 +38,16 @@ def sources() -> str:
     return "\n\n".join(file.read_text("utf-8") for file in files)
 
 
+def prompt_of(tokenizer: Any, length: int) -> str:
+    """Return a prompt of some `length` tokens and a question."""
+    ids = tokenizer(sources()[: 8 * length], add_special_tokens=False)["input_ids"][:length]
+    return f"{tokenizer.decode(ids)}\n\n{QUESTIONS[0]}"
+
+
 def measured(model: str, length: int) -> dict[str, Any]:
     """Return seconds, tokens per second and bytes of a session that begins with a prompt of so many tokens."""
     engine = Engine.from_pretrained(model)
-    tokenizer: Any = engine.tokenizer
-    ids = tokenizer(sources()[: 8 * length], add_special_tokens=False)["input_ids"][:length]
-    prompt = f"{tokenizer.decode(ids)}\n\n{QUESTIONS[0]}"
+    prompt = prompt_of(engine.tokenizer, length)
     session = engine.session()
     turns = []
     for text in (prompt, QUESTIONS[1]):
@@ -79,9 +86,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32000])
     parser.add_argument("--in-process", type=int, help="measure this length alone, here")
+    parser.add_argument("--prompts", type=Path, help="write the prompts there, and measure nothing")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(arguments)
-    if args.in_process is not None:
+    if args.prompts is not None:
+        tokenizer = Engine.from_pretrained(args.model).tokenizer
+        lines = [
+            {"question_id": length, "turns": [prompt_of(tokenizer, length)]}
+            for length in args.lengths
+        ]
+        write_whole(args.prompts, "".join(json.dumps(line) + "\n" for line in lines))
+    elif args.in_process is not None:
         print(json.dumps(measured(args.model, args.in_process)))
     else:
         show(records(args.model, args.lengths), args.out)

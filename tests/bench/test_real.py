@@ -179,3 +179,9 @@ def test_a_long_prompt_and_the_turn_after_it(tmp_path: Path, capsys: Any) -> Non
     assert second["cached"] > first["prompt_tokens"], "the session goes on"
     assert 0 < second["first_token_s"] < first["first_token_s"]
     assert row["resident"] > row["file_bytes"] > 0
+    prompts = tmp_path / "prompts.jsonl"
+    arguments = [str(tmp_path / "model"), "--lengths", "8", "64", "--prompts", str(prompts)]
+    assert contexts.main(arguments) == 0
+    short, long = read([prompts])
+    assert (short.id, long.id) == ("8", "64")
+    assert len(long.text) - len(short.text) == 64 - 8, "one token is a byte"

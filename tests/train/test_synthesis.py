@@ -209,7 +209,8 @@ def test_users_write_no_special_token_of_any_kind(model: PreTrainedModel) -> Non
     """Also none that the tokenizer has no role for, as a GGUF file's has for most of them."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("a", special=True)])
-    assert (letter := tokenizer("a")["input_ids"][0]) not in tokenizer.all_special_ids
+    letter = tokenizer("a")["input_ids"][0]
+    assert letter not in tokenizer.all_special_ids
     form = ChatFormat.of(tokenizer, frozenset({END}))
     writer = synthesis.Lockstep(HuggingFaceTarget(model, pack=False), form, OPTIONS, tokenizer)
     logits = torch.zeros(1, model.config.vocab_size)
