@@ -83,11 +83,12 @@ class Scale(NamedTuple):
     per_set: int
     length: int
     logged: int  # tokens of answers whose trees are logged for replays
+    candidates: int  # and of those whose candidates are logged for LTD
     rounds: int  # of live rows
     seconds: float
 
 
-QUICK, FULL = Scale(1, 32, 16, 2, 0.5), Scale(4, 64, 24, 2, 4.0)
+QUICK, FULL = Scale(1, 32, 16, 48, 2, 0.5), Scale(4, 64, 24, 96, 2, 4.0)
 
 
 class Found(NamedTuple):
@@ -162,22 +163,15 @@ class Bench:
             del found["policy_ms"]
         return found | {"by_answer": by_answer(answers, costs)}
 
-    def candidates(self) -> list[Path]:
-        """Log the candidates of the default draft on every other prompt, and on the rest; return both folders."""
+    def candidates(self) -> Path:
+        """Log the candidates of the default draft at every position of the answers; return the folder."""
         from research.ltd.candidates import CandidateOptions, log_candidates
 
-        engine, folders = Engine.from_pretrained(), []
-        options = CandidateOptions(self.scale.length, width=4, expansions=6)
-        for number, name in enumerate(("searched", "compared")):
-            folders.append(self.folder / f"candidates-{name}")
-            log_candidates(
-                engine,
-                self.prompts(engine, self.items[number::2]),
-                folders[-1],
-                options,
-                progress=self.say,
-            )
-        return folders
+        engine, folder = Engine.from_pretrained(), self.folder / "candidates"
+        options = CandidateOptions(self.scale.candidates, width=4, expansions=6)
+        prompts = self.prompts(engine, self.items)
+        log_candidates(engine, prompts, folder, options, progress=self.say)
+        return folder
 
     def layers(self) -> list[Record]:
         """Return the cases of tree construction with 10 parents, torch on one thread; untimed: the committed ones."""
@@ -324,26 +318,20 @@ def dynatree(bench: Bench) -> Found:
 
 def ltd(bench: Bench) -> Found:
     from research.ltd.candidates import CandidateTrees
-    from research.ltd.compare import best_of_grid, decided
+    from research.ltd.compare import best_on_others, decided, over
     from research.ltd.outcomes import Outcomes
     from specengine.policies import _ltd
 
-    searched, compared = bench.candidates()
     networks = _ltd.load("cpu").networks
     costs = find_costs(str(RESULTS / "head-shapes.jsonl"))
-    learnt, trees = (
-        Outcomes.of(list(CandidateTrees.open(folder).answers()), networks.shape, costs)
-        for folder in (searched, compared)
-    )
+    answers = list(CandidateTrees.open(bench.candidates()).answers())
+    trees = Outcomes.of(answers, networks.shape, costs)
     own = trees.by_answer(*decided(trees, networks, None, None))
-    grid = trees.by_answer(*map(trees.all_trees, best_of_grid(learnt)))
-    over = resampled(
-        [{"by_answer": own}, {"by_answer": grid}],
-        lambda drawn: speed(drawn[0], costs.name) / speed(drawn[1], costs.name),
-    )
-    text = f"{speed(own, costs.name):.2f}, grid search {speed(grid, costs.name):.2f}: {words(over)} times "
+    grid = trees.by_answer(*best_on_others(trees))
+    apart = over(own, grid, costs.name)
+    text = f"{speed(own, costs.name):.2f}, grid search {speed(grid, costs.name):.2f}: {words(apart)} times "
     text += f"on {len(own)} prompts (replayed, two cores)"
-    return Found(text, above_one(over), {"over_grid": over})
+    return Found(text, above_one(apart), {"over_grid": apart})
 
 
 def ltd_rewards(bench: Bench) -> Found:

@@ -2,12 +2,13 @@
 
 `train` trains a pair on the trees of a target and a draft. `log` answers prompts and logs the candidates of each cycle.
 `compare` evaluates, under a cost table, the beam with its default settings, the beam with the best depth and size on
-the training trees, and pairs of networks. `agree` makes random decisions while the engine runs, and correlates measured
-rewards with those of the table. `curves` writes the logs of training runs into one file and plots it.
+these trees, on the other half of the answers and on the training trees, and pairs of networks. `agree` makes random
+decisions while the engine runs, and correlates measured rewards with those of the table. `curves` writes the logs of
+training runs into one file and plots it.
 
     python -m research.ltd train FOLDER --recipe cpu --target MODEL --draft HEAD --prompts FILE
     python -m research.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
-    python -m research.ltd compare FOLDER --grid TRAINING-TREES --networks cpu --costs 2-cores-amx
+    python -m research.ltd compare FOLDER --networks cpu --costs 2-cores-amx
     python -m research.ltd agree --networks cpu --costs 2-cores-amx
     python -m research.ltd curves TRAINING --out FILE
 """
@@ -54,8 +55,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--grid",
         type=Path,
         nargs="+",
-        required=True,
-        help="trees to search the best depth and size on",
+        default=(),
+        help="more trees to search the best depth and size on",
     )
     second.add_argument(
         "--default", type=int, nargs=2, default=(8, 59), help="the beam's own depth and size"

@@ -73,7 +73,7 @@ class Candidates(NamedTuple):
 class CandidateTrees(ShardFolder):
     """Logged candidates, one shard per prompt."""
 
-    FORMAT = 1
+    FORMAT = 2  # in the first, an answer's last trees were not consecutive
     MANIFEST = "candidates.json"
     contents = Contents(
         "candidates", "logged candidates", "the candidates in {} were", "log the candidates"
@@ -131,8 +131,8 @@ def log_candidates(
     """Let `engine` answer the prompts, and log the candidates of every cycle.
 
     prompts: checked token ids, two or more each; each is a shard, and one that is there is not answered again, so an
-    interrupted call goes on where it stopped. Trees that reach beyond the answer's end are left out: what the target
-    would accept of them is not known. name: of the target, as recorded. InputError without a draft.
+    interrupted call goes on where it stopped. An answer's trees end before the first that reaches beyond its end: what
+    the target would accept of that is not known. name: of the target, as recorded. InputError without a draft.
     """
     if engine.drafter is None:
         raise InputError("draft: got none, but the candidates come from a draft")
@@ -165,16 +165,17 @@ def _answer(engine: Engine, prompt: list[int], options: CandidateOptions) -> Ite
     place = 0
     for cycle in cycles:
         found = _accepted(cycle, answer[place:])
-        if found is not None:
-            grown = cycle.grown
-            assert grown is not None, "an engine records it"
-            scores, depths = grown.path_log_probs[1:].cpu(), grown.depths[1:].cpu()
-            yield Candidates(
-                scores,
-                depths,
-                torch.tensor(found, dtype=torch.int64, device="cpu") - 1,
-                len(prompt) + place,
-            )
+        if found is None:
+            return  # a later tree that ends in time would leave a gap, and stand for those that do not
+        grown = cycle.grown
+        assert grown is not None, "an engine records it"
+        scores, depths = grown.path_log_probs[1:].cpu(), grown.depths[1:].cpu()
+        yield Candidates(
+            scores,
+            depths,
+            torch.tensor(found, dtype=torch.int64, device="cpu") - 1,
+            len(prompt) + place,
+        )
         place += len(cycle.tokens)
 
 

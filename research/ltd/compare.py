@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from bench import workloads
 from bench.costs_record import costs_record
+from bench.verdicts import Answers, resampled, speed
 from research.ltd.candidates import CandidateOptions, CandidateTrees, log_candidates
 from research.ltd.curve import plot
-from research.ltd.outcomes import Outcomes, Speed
+from research.ltd.outcomes import Outcomes
 from research.ltd.train import say
 from research.ltd.training import PAIR, read_log
 from specengine import Engine
@@ -81,19 +82,36 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield costs_record(costs)
     manifests = [dict(folder.manifest) for folder in folders]
     yield {"record": "log", "trees": len(trees), "folders": manifests, "shape": asdict(shape)}
-    base = trees.speed(*args.default)
-    yield _row("eagle", base, base, depth=args.default[0], size=args.default[1])
-    searched = Outcomes.of(
-        [answer for folder in args.grid for answer in CandidateTrees.open(folder).answers()],
-        shape,
-        costs,
-    )
-    for name, source in (
-        ("eagle, best on the training's trees", searched),
-        ("eagle, best on these trees", trees),
-    ):
+    searched = {"eagle, best on these trees": trees}
+    if args.grid:
+        answers = [a for folder in args.grid for a in CandidateTrees.open(folder).answers()]
+        searched["eagle, best on the training's trees"] = Outcomes.of(answers, shape, costs)
+    others = best_on_others(trees)
+    beam, grid = trees.by_answer(*args.default), trees.by_answer(*others)
+
+    def row(way: str, depths: Any, sizes: Any, /, **facts: Any) -> dict[str, Any]:
+        own = trees.by_answer(depths, sizes)
+        figures = trees.speed(depths, sizes)._asdict()
+        every = replace(trees, each=True).speed(depths, sizes).speed
+        return {
+            "record": "replay",
+            "way": way,
+            **{name: round(value, 4) for name, value in figures.items()},
+            "speed_at_every_position": round(every, 4),
+            "over_eagle": over(own, beam, costs.name),
+            "over_grid": over(own, grid, costs.name),
+            **facts,
+        }
+
+    yield row("eagle", *args.default, depth=args.default[0], size=args.default[1])
+    for name, source in searched.items():
         depth, size = best_of_grid(source)
-        yield _row(name, trees.speed(depth, size), base, depth=depth, size=size)
+        yield row(name, depth, size, depth=depth, size=size)
+    yield row(
+        "eagle, best on the other half of the answers",
+        *others,
+        settings=sorted(set(zip(*(each.tolist() for each in others), strict=True))),
+    )
     for name, networks in pairs.items():
         label = Path(name).parent.name if Path(name).is_file() else name
         for what, fixed_depth, fixed_size in (
@@ -103,9 +121,25 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ):
             depths, sizes = decided(trees, networks, fixed_depth, fixed_size)
             choices = {"depths": _counts(depths), "sizes": _counts(sizes)}
-            yield _row(f"{what}: {label}", trees.speed(depths, sizes), base, **choices)
-    depths, sizes = foreseen(trees)  # at each tree by itself, also where they are visited in turn
-    yield _row("the best depth and size of each tree, foreseen", trees.speed(depths, sizes), base)
+            yield row(f"{what}: {label}", depths, sizes, **choices)
+    # at each tree by itself, also where they are visited in turn
+    yield row("the best depth and size of each tree, foreseen", *foreseen(trees))
+
+
+def over(own: Answers, other: Answers, costs: str) -> list[float]:
+    """Return the speed over another's on the same answers, and its 95 % interval over answers."""
+    return resampled(
+        [{"by_answer": own}, {"by_answer": other}],
+        lambda drawn: speed(drawn[0], costs) / speed(drawn[1], costs),
+    )
+
+
+def best_on_others(trees: Outcomes) -> tuple[Any, Any]:
+    """Return for each tree, int64 [trees], the depth and the size that are best on every other answer, its own not."""
+    numbers = np.unique(trees.answers)
+    best = [best_of_grid(trees.part(numbers[half::2])) for half in (1, 0)]
+    half = np.searchsorted(numbers, trees.answers) % 2
+    return tuple(np.array(best).T[:, half])
 
 
 def best_of_grid(trees: Outcomes) -> tuple[int, int]:
@@ -140,17 +174,6 @@ def foreseen(trees: Outcomes) -> tuple[Any, Any]:
         rate = tokens[everything, best].sum() / cost[best].sum()
     points = np.array(grid)[best]
     return points[:, 0], points[:, 1]
-
-
-def _row(way: str, speed: Speed, base: Speed, **facts: Any) -> dict[str, Any]:
-    figures = {name: round(value, 4) for name, value in speed._asdict().items()}
-    return {
-        "record": "replay",
-        "way": way,
-        **figures,
-        "over_eagle": round(speed.speed / base.speed, 4),
-        **facts,
-    }
 
 
 def _counts(values: Any) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,7 +55,8 @@ class Outcomes:
     answers   int64 [trees], ascending: which answer each tree is of
 
     Where every position of the answers was logged, trees are visited as in serving: the next one stands behind what was
-    committed. Where only some were, all count, which flatters deep trees: whoever logged has leapt over easy positions.
+    committed. Where only some were, or `each` is set, all count. That flatters deep trees: most positions stand within
+    the long runs that a few cycles leap over.
     """
 
     shape: LtdShape
@@ -64,6 +65,7 @@ class Outcomes:
     contexts: Tensor
     ranks: Array
     answers: Array
+    each: bool = False
 
     @classmethod
     def of(
@@ -119,8 +121,8 @@ class Outcomes:
 
     def visited(self, committed: Array) -> Array:
         """Return the trees that serving visits, int64 [m], from the starts of answers, given the tokens committed at
-        each tree; all trees if the log is not dense."""
-        if not self.dense:
+        each tree; all trees if the log is not dense, or `each` is set."""
+        if self.each or not self.dense:
             return np.arange(len(self))
         current, found = np.flatnonzero(np.diff(self.answers, prepend=-1)), []
         while len(current):
@@ -128,6 +130,14 @@ class Outcomes:
             current = self.following(current, committed[current])
             current = current[current >= 0]
         return np.concatenate(found)
+
+    def part(self, answers: Array) -> Outcomes:
+        """Return the trees of some answers alone, by their numbers."""
+        own = np.isin(self.answers, answers)
+        where = torch.from_numpy(own)
+        laid, contexts = self.laid[where], self.contexts[where]
+        ranks, numbers = self.ranks[own], self.answers[own]
+        return replace(self, laid=laid, contexts=contexts, ranks=ranks, answers=numbers)
 
     def all_trees(self, number: int) -> Array:
         """Return the same number for every tree, int64 [trees]."""

@@ -303,7 +303,7 @@ def test_every_way_can_be_made() -> None:
 def test_the_claims_run_on_the_default_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(papers, "QUICK", papers.Scale(1, 8, 4, 1, 0.0))
+    monkeypatch.setattr(papers, "QUICK", papers.Scale(1, 8, 4, 12, 1, 0.0))
     given = [str(tmp_path), "--quick"]
     for claim in ("talon", "salf", "salf-threshold", "c2t", "c2t-same-beam", "dynatree", "ltd"):
         given += ["--claim", claim]
@@ -317,7 +317,7 @@ def test_the_row_sets_run_and_have_their_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the default model, some ways of each sweep; the same command then runs nothing again."""
-    monkeypatch.setattr(papers, "QUICK", papers.Scale(1, 8, 4, 1, 0.0))
+    monkeypatch.setattr(papers, "QUICK", papers.Scale(1, 8, 4, 12, 1, 0.0))
     monkeypatch.setattr(paper_rows, "PARALLEL", (1, 2))
     few = {name: ways[:2] for name, ways in paper_rows.SWEEPS.items()}
     monkeypatch.setattr(paper_rows, "SWEEPS", few)

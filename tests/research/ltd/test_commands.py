@@ -213,7 +213,7 @@ def test_the_comparison(model: str, tmp_path: Path, capsys: Any) -> None:
         for row in map(json.loads, out.read_text().splitlines())
         if row["record"] == "replay"
     }
-    assert rows["eagle"]["over_eagle"] == 1
+    assert rows["eagle"]["over_eagle"] == [1, 1, 1]
     best, foreseen = (
         rows["eagle, best on these trees"],
         rows["the best depth and size of each tree, foreseen"],
@@ -223,7 +223,8 @@ def test_the_comparison(model: str, tmp_path: Path, capsys: Any) -> None:
         == rows["eagle, best on the training's trees"]["speed"]
         >= rows["eagle"]["speed"]
     )
-    assert foreseen["speed"] >= max(best["speed"], rows["ltd: cpu"]["speed"])
+    every = "speed_at_every_position"
+    assert foreseen[every] >= max(best[every], rows["ltd: cpu"][every])
     assert sum(rows["ltd: cpu"]["depths"].values()) > 10
     assert main([*given[:-4], "--networks", "cpu", "--networks", "a100", "--costs", "8b-l40"]) == 2
     assert "different shapes" in capsys.readouterr().err

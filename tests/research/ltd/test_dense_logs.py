@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from research.ltd import candidates, compare
 from research.ltd.candidates import log_candidates
 from research.ltd.environments import LoggedEnvironment, cycle_facts
 from research.ltd.grounds import live_cycles, speed_of
@@ -63,6 +64,39 @@ def test_a_dense_log_is_gone_through_in_order(tmp_path: Path) -> None:
         inside = following >= 0
         assert (one._trees[inside] == following[inside]).all()
     assert logged.following(np.array([len(logged) - 1]), np.array([1])).tolist() == [-1]
+
+
+def test_an_answers_end_leaves_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that ends in time behind one that does not would make the replay take all positions as visited."""
+    monkeypatch.setattr(
+        candidates, "_accepted", lambda _, following: None if len(following) == 4 else []
+    )
+    options = replace(LOGGING, verified=1, length=12)
+    every = log_candidates(engine(), PROMPTS[:2], tmp_path, options, name="toy")
+    for prompt, trees in zip(PROMPTS, every.answers(), strict=False):
+        contexts = [tree.context - len(prompt) for tree in trees]
+        assert contexts == list(range(8))
+
+
+def test_all_positions_count_where_each_is_asked_for(tmp_path: Path) -> None:
+    options = replace(LOGGING, verified=1)
+    every = log_candidates(engine(), PROMPTS[:2], tmp_path, options, name="toy")
+    logged = replace(Outcomes.of(list(every.answers()), SHAPE, COSTS), each=True)
+    grown = SHAPE.grown(2)
+    tokens = [1 + int((tree.path < grown).sum()) for answer in every.answers() for tree in answer]
+    assert logged.speed(2, grown).tau == pytest.approx(np.mean(tokens))
+
+
+def test_the_grid_is_searched_on_the_other_half_of_the_answers(tmp_path: Path) -> None:
+    options = replace(LOGGING, verified=1)
+    answers = list(log_candidates(engine(), PROMPTS[:4], tmp_path, options, name="toy").answers())
+    logged = Outcomes.of(answers, SHAPE, COSTS)
+    depths, sizes = compare.best_on_others(logged)
+    for number in range(4):
+        others = Outcomes.of([answers[n] for n in range(4) if n % 2 != number % 2], SHAPE, COSTS)
+        own = logged.answers == number
+        found = set(zip(depths[own].tolist(), sizes[own].tolist(), strict=True))
+        assert found == {compare.best_of_grid(others)}
 
 
 def test_facts_of_a_cycle() -> None:
