@@ -7,8 +7,6 @@ the same prompts, whence the verdict: faster, slower, or undecided.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,11 +19,9 @@ from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.records import Log, Record
 from specengine.benchmark.ways import ASSISTED, GENERATE, LOOKUP
-from specengine.errors import InputError
 from specengine.policies import _classifier
-from specengine.train.classifier.options import SETTINGS
-from specengine.train.classifier.training import parent_entropies, path_minimum, train_classifier
-from specengine.train.classifier.trees import LoggedTree, Trees
+from specengine.train.classifier.training import parent_entropies, path_minimum
+from specengine.train.classifier.trees import LoggedTree
 
 if TYPE_CHECKING:
     from bench.papers import Bench
@@ -253,50 +249,6 @@ def c2t_lanes(bench: Bench) -> Iterator[Record]:
 
 # ---------------------------------------------------------------------------------------------------- of logged trees
 
-TRANSFER = ("trained_on", "used_on", "way", "trees", "tau", "gamma")
-
-
-def c2t_transfer(bench: Bench) -> Iterator[Record]:
-    """Yield C2T with a classifier trained on the trees of some prompts, replayed on those of each source of prompts."""
-    trees = bench.trees
-    sources: dict[str, list[int]] = {}
-    for number, item in enumerate(bench.items):
-        sources.setdefault(item.set, []).append(number)
-    parts = {name: _part(bench, trees, name, numbers) for name, numbers in sources.items()}
-    for trained, part in parts.items():
-        file = bench.folder / "transfer" / trained / "c2t.safetensors"
-        try:
-            if not file.is_file():
-                train_classifier("c2t", part, file, SETTINGS["c2t"])
-        except InputError as error:
-            yield dict.fromkeys(TRANSFER) | {"trained_on": trained, "way": f"{NOT_RUN}: {error}"}
-            continue
-        way = f"c2t,classifier={file},beta=0.5,min_level1=0"
-        for used, other in parts.items():
-            record = bench.replay(other, way)
-            yield {
-                "trained_on": trained,
-                "used_on": used,
-                "way": "c2t,beta=0.5,min_level1=0",
-                "trees": record["cycles"],
-                "tau": record["tau"],
-                "gamma": record["gamma"],
-            }
-
-
-def _part(bench: Bench, trees: Trees, name: str, numbers: Sequence[int]) -> Trees:
-    """Return a folder with these answers' trees."""
-    settings = {key: value for key, value in trees.manifest.items() if key != "format"}
-    part = Trees.create(bench.folder / "transfer" / name, settings)
-    for number in numbers:
-        if trees.shard(number).is_file() and not part.shard(number).is_file():
-            try:
-                os.link(trees.shard(number), part.shard(number))
-            except OSError:
-                shutil.copy(trees.shard(number), part.shard(number))
-    return part
-
-
 ACCEPTANCE = ("depth", "rank", "nodes", "taken", "share")
 
 
@@ -399,11 +351,6 @@ SETS: dict[str, RowSet] = {
         "acceptance length and speed by verified nodes, with the best trees of the draft's probabilities",
         replayed("pareto"),
         REPLAYED,
-    ),
-    "c2t-transfer": RowSet(
-        "C2T's classifier, trained on one source of prompts and used on another",
-        c2t_transfer,
-        TRANSFER,
     ),
     "c2t-lanes": RowSet("C2T with several answers at once, live", c2t_lanes, LANES, timed=True),
     "assisted": RowSet(
