@@ -5,6 +5,8 @@ SPECENGINE_CPU=0 leaves the forward on CPUs out, which takes longest. As many fi
 processors and gigabytes of free memory; SPECENGINE_JOBS=1 compiles one at a time. SPECENGINE_SANITIZE=1 builds the
 extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
 
+In place, as `pip install -e .` builds, only instruction sets that this machine runs are compiled; a wheel has all.
+
 An extension that cannot be built is left out, with a word on stderr. SPECENGINE_STRICT_BUILD=1, as wheels are built
 with, makes that an error.
 """
@@ -145,8 +147,35 @@ def list_formats(folder: str, csrc: str = "csrc") -> None:
         Path(folder, "cpu", header).write_text(text)
 
 
+def run_here(sources: list[str], cpuinfo: str = "/proc/cpuinfo") -> list[str]:
+    """Return the sources without instruction sets that this machine has not; all where Linux does not tell.
+
+    The sets of a build are those whose files it has: the fastest of them that a CPU runs is used.
+    """
+    try:
+        told = re.search(r"^flags\s*:(.*)", Path(cpuinfo).read_text(), re.MULTILINE)
+    except OSError:
+        told = None
+    if told is None:
+        return sources
+    has = set(told[1].replace("_", "").split())
+    return [source for source in sources if required_flags(source) <= has]
+
+
+def required_flags(source: str) -> set[str]:
+    """Return what a file is compiled for, as CPU_ISA_BEGIN says; nothing for a file that every CPU runs."""
+    region = re.search(r'CPU_ISA_BEGIN\("(.*)"\)', Path(source).read_text(encoding="utf-8"))
+    return set(region[1].replace("-", "").split(",")) if region else set()
+
+
 class OptionalBuildExt(build_ext):
     """Explains a missing compiler; setuptools carries on, because the extensions are marked optional."""
+
+    def run(self):
+        if self.inplace or self.editable_mode:
+            for extension in self.extensions:
+                extension.sources = run_here(extension.sources)
+        super().run()
 
     def build_extensions(self):
         most = 1 if WINDOWS else jobs()
@@ -251,7 +280,8 @@ def extensions() -> list[Extension]:
     )
     forward = extension(
         CPU,
-        ["csrc/cpu_binding.cpp", *sorted(glob("csrc/cpu/isa_*.cpp"))],
+        # those of integers, which take 20 s of a processor and others 8, are not the last to begin
+        ["csrc/cpu_binding.cpp", *sorted(glob("csrc/cpu/isa_*.cpp"), reverse=True)],
         include_dirs=["csrc"],
         depends=[*headers, *sorted(glob("csrc/cpu/*/*.inl"))],
         cxx_std=17,

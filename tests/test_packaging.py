@@ -197,6 +197,72 @@ def test_a_strict_build_ends_with_an_extension_that_cannot_be_built(
         assert {extension.optional for extension in extensions} == {not strict}
 
 
+def cpuinfo(folder: Path, flags: str) -> str:
+    file = folder / "cpuinfo"
+    file.write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {flags}\nbogomips\t: 4800\n")
+    return str(file)
+
+
+ALL_SETS = {file.stem for file in (ROOT / "csrc" / "cpu").glob("isa_*.cpp")}
+PORTABLE_SETS = {"isa_portable", "isa_integer_portable"}
+AVX2_SETS = PORTABLE_SETS | {"isa_avx2", "isa_integer_avx2"}
+AVX512 = "fma avx2 f16c avx512f avx512dq avx512bw avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", PORTABLE_SETS),
+        ("fma avx2", PORTABLE_SETS),
+        ("fma avx2 f16c", AVX2_SETS),
+        ("fma avx2 f16c avx_vnni", AVX2_SETS | {"isa_integer_avxvnni"}),
+        (AVX512, AVX2_SETS | {"isa_avx512", "isa_integer_avx512"}),
+        (f"{AVX512} avx512_bf16 avx512_vnni", ALL_SETS - {"isa_amx", "isa_integer_avxvnni"}),
+        (f"{AVX512} avx512_bf16 avx512_vnni avx_vnni amx_bf16 amx_tile amx_int8", ALL_SETS),
+    ],
+)
+def test_a_build_in_place_has_the_instruction_sets_that_this_cpu_runs(
+    setup_script: dict[str, Any], tmp_path: Path, flags: str, expected: set[str]
+) -> None:
+    files = [str(file) for file in (ROOT / "csrc" / "cpu").glob("isa_*.cpp")]
+    binding = str(ROOT / "csrc" / "cpu_binding.cpp")
+    chosen = setup_script["run_here"]([binding, *files], cpuinfo(tmp_path, flags))
+    assert {Path(file).stem for file in chosen} == expected | {"cpu_binding"}
+
+
+def test_where_no_flags_are_told_all_instruction_sets_are_built(
+    setup_script: dict[str, Any], tmp_path: Path
+) -> None:
+    files = [str(file) for file in (ROOT / "csrc" / "cpu").glob("isa_*.cpp")]
+    (tmp_path / "of-an-arm").write_text("processor\t: 0\nFeatures\t: fp asimd\n")
+    for told in ("of-an-arm", "missing"):
+        assert setup_script["run_here"](files, str(tmp_path / told)) == files
+
+
+@pytest.mark.parametrize("option", [None, "inplace", "editable_mode"])
+def test_a_wheel_has_all_instruction_sets(
+    monkeypatch: pytest.MonkeyPatch,
+    setup_script: dict[str, Any],
+    tmp_path: Path,
+    option: str | None,
+) -> None:
+    pytest.importorskip("pybind11")
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setup_script["build_ext"], "run", lambda self: None)
+    told = (cpuinfo(tmp_path, ""),)
+    monkeypatch.setattr(setup_script["run_here"], "__defaults__", told)
+    distribution = setuptools.Distribution({"ext_modules": setup_script["extensions"]()})
+    command = setup_script["OptionalBuildExt"](distribution)
+    command.ensure_finalized()
+    if option:
+        setattr(command, option, True)
+    command.run()
+    built = {Path(file).stem for extension in command.extensions for file in extension.sources}
+    assert built & ALL_SETS == (PORTABLE_SETS if option else ALL_SETS)
+    assert {"cpu_binding", "ops_binding"} <= built
+
+
 def test_on_windows_the_forward_is_compiled_with_clang_cl(
     setup_script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
