@@ -42,7 +42,11 @@ _MODULES = {
 
 
 def generate(
-    prompt: Prompt, model: Any = None, draft: Any = None, policy: Any = None, **options: Any
+    prompt: Prompt | None = None,
+    model: Any = None,
+    draft: Any = None,
+    policy: Any = None,
+    **options: Any,
 ) -> Any:
     """Answer one prompt: `Engine.from_pretrained(...).generate(...)` in one call.
 

@@ -238,6 +238,17 @@ def require_known(field: str, name: str, known: Mapping[str, T]) -> T:
     return known[name]
 
 
+def require_options(options: Iterable[str], accepted: Iterable[str], owner: str = "") -> None:
+    """Raise InputError for a name of an option that is not known. owner: stands before it."""
+    names = list(accepted)
+    for name in options:
+        if name not in names:
+            listed = ", ".join(names) or "(none)"
+            raise InputError(
+                f"{owner}unknown option {shown(name)}, known are {listed}{did_you_mean(name, names)}"
+            )
+
+
 def require_suffix(field: str, file: Path, accepted: Iterable[str]) -> None:
     """Raise InputError for a file name with another suffix than the accepted ones."""
     require(

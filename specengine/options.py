@@ -20,10 +20,10 @@ from specengine.errors import (
     TRUTH,
     Checked,
     InputError,
-    did_you_mean,
     one_of,
     option,
     reader,
+    require_options,
     shown,
     whole,
 )
@@ -173,12 +173,7 @@ class LoadOptions(Checked):
     def of(cls, options: dict[str, Any]) -> LoadOptions:
         import torch
 
-        for name in options:
-            if name not in cls.names():
-                listed = ", ".join(cls.names())
-                raise InputError(
-                    f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, cls.names())}"
-                )
+        require_options(options, cls.names())
         self = cls(
             **{name: plain(value) if is_array(value) else value for name, value in options.items()}
         )

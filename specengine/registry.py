@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from specengine.errors import InputError, did_you_mean, require_value, shown
+from specengine.errors import InputError, did_you_mean, require_options, require_value, shown
 
 # a folder in that of a package, whose files are variants of the package too
 BASELINES = "baselines"
@@ -155,12 +155,7 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     """
     types_by_name = typing.get_type_hints(cls)
     types = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
-    for name in options:
-        if name not in types:
-            listed = ", ".join(types) or "(none)"
-            raise InputError(
-                f"{field}: unknown option {shown(name)}, known are {listed}{did_you_mean(name, types)}"
-            )
+    require_options(options, types, f"{field}: ")
     values = {
         name: _convert(value, types[name], f"{field}.{name}") for name, value in options.items()
     }

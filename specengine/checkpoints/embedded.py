@@ -48,9 +48,11 @@ class PinnedFile:
             return f"{file} is missing"
         if file.stat().st_size != self.size:
             return f"{file} has {file.stat().st_size:,} bytes instead of {self.size:,}"
-        if sha256(file) != self.sha256:
-            return f"{file} has another SHA-256 than {self.sha256}"
-        return None
+        return (
+            f"{file} has another SHA-256 than {self.sha256}"
+            if sha256(file) != self.sha256
+            else None
+        )
 
 
 def sha256(file: Path) -> str:

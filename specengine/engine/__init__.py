@@ -31,7 +31,7 @@ from specengine.engine.scheduler import (
     Streams,
     Ticket,
 )
-from specengine.errors import require
+from specengine.errors import require, require_value
 from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
@@ -122,15 +122,17 @@ class Engine(EngineState):
         )
         return self
 
-    def generate(self, prompt: Prompt, **options: Any) -> Any:
+    def generate(self, prompt: Prompt | None = None, **options: Any) -> Any:
         """Answer `prompt` (a string, chat messages or token ids) with exactly what plain decoding would give.
 
-        options: the fields of GenerationOptions. Returns a GenerationResult; with `return_dict_in_generate` True a
-        SpeculativeOutput, with False the LongTensor [1, prompt + new] that transformers returns.
+        options: the fields of GenerationOptions; a call may also be one for transformers' `generate`, with the prompt
+        as `**tokenizer(text)`, `input_ids`, `inputs` or `messages`, and arguments that change no token. Returns a
+        GenerationResult; with `return_dict_in_generate` True a SpeculativeOutput, with False the LongTensor
+        [1, prompt + new] that transformers returns.
         """
         return TextGeneration(self, prompt, options).run()
 
-    def stream(self, prompt: Prompt, **options: Any) -> TextGeneration:
+    def stream(self, prompt: Prompt | None = None, **options: Any) -> TextGeneration:
         """Generate as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
         return TextGeneration(self, prompt, options)
 
@@ -143,12 +145,16 @@ class Engine(EngineState):
         is the one that `generate` gives. Each text takes caches of its own. The first error ends all and is raised.
         """
         require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
+        accepted = "a list of prompts; generate answers one"
+        require_value("prompts", prompts, accepted, not isinstance(prompts, str | bytes | Mapping))
         asked = list(prompts)
         if parallel == 1 or type(self.target) is not NativeTarget:
             return [self.generate(prompt, **options) for prompt in asked]
         return Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
 
-    def astream(self, prompt: Prompt, *, parallel: int = 8, **options: Any) -> AsyncTextGeneration:
+    def astream(
+        self, prompt: Prompt | None = None, *, parallel: int = 8, **options: Any
+    ) -> AsyncTextGeneration:
         """Generate as an asynchronous iterator of StreamPiece: `async for piece in engine.astream(prompt)`.
 
         Up to `parallel` of them are answered at once on the native forward, as by `generate_many`; those beyond wait.

@@ -29,6 +29,7 @@ from specengine.records import (
     TokenLogprob,
 )
 from specengine.registry import plain
+from specengine.request.configs import read_call
 from specengine.request.grammars import Constraint
 from specengine.request.options import GenerationOptions, Request
 from specengine.request.prompts import Prompt, predicted_ids, token_ids
@@ -323,7 +324,7 @@ class TextGeneration:
     def __init__(
         self,
         engine: EngineState,
-        prompt: Prompt,
+        prompt: Prompt | None,
         options: Mapping[str, Any] | GenerationOptions,
         *,
         reuse_cache: bool = False,
@@ -336,6 +337,8 @@ class TextGeneration:
         given up while it waits has no pieces and no result."""
         engine.follow()
         target = engine.target
+        if not isinstance(options, GenerationOptions):
+            prompt, options = read_call(prompt, options)
         given = vars(options) if isinstance(options, GenerationOptions) else options
         self.prompt = token_ids(
             prompt,
@@ -349,7 +352,7 @@ class TextGeneration:
             options
             if isinstance(options, GenerationOptions)
             else GenerationOptions.of(
-                dict(options), target.generation_config, len(self.prompt), target.max_context
+                options, target.generation_config, len(self.prompt), target.max_context
             )
         )
         if self.options.stops and engine.tokenizer is None:

@@ -90,9 +90,11 @@ class KeptDrivers:
             "plain: this engine was loaded without a draft",
             self._drafter is not None,
         )
-        if isinstance(policy, str):
-            return self._by_name(policy, options)
-        return self._by_itself(policies.of(policy, options))
+        return (
+            self._by_name(policy, options)
+            if isinstance(policy, str)
+            else self._by_itself(policies.of(policy, options))
+        )
 
     def _by_name(self, name: str, options: Mapping[str, Any]) -> Drivers:
         # as text, as options may be given as text, and need not be hashable

@@ -107,9 +107,7 @@ class EagleConfig:
     @property
     def num_features(self) -> int:
         """Return how many hidden states of the target are read."""
-        if self.version == 1:
-            return 1
-        return 3 if self.layer_ids is None else len(self.layer_ids)
+        return 1 if self.version == 1 else 3 if self.layer_ids is None else len(self.layer_ids)
 
     def feature_ids(self, layers: int) -> tuple[int, ...]:
         """Return the hidden states read of a target of `layers` layers; EAGLE-1 reads the one behind the final norm."""
@@ -616,9 +614,11 @@ def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def embed_for(head: EagleHead, target: LanguageModel, tokens: Tensor) -> Tensor:
     """Return the same as `embed`, for a target of any backend."""
-    if head.config.own_embeddings:
-        return embedding(tokens, head.embed_tokens.weight)
-    return target.embed(tokens).to(head.dtype)
+    return (
+        embedding(tokens, head.embed_tokens.weight)
+        if head.config.own_embeddings
+        else target.embed(tokens).to(head.dtype)
+    )
 
 
 def with_appended_tokens(

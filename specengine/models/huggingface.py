@@ -121,9 +121,11 @@ def slab_view(cache: KVCache, tree: Rows | Prompt, rows: int, *, dense: bool) ->
     """Return the view for a forward of so many rows; dense: of static shapes on no device, as its mask is not."""
     if isinstance(tree, Prompt):
         return _SlabView(cache, tree.before, rows)
-    if dense or ops.is_free(tree.slot):
-        return _SlabView(cache, int(tree.slot), rows)
-    return _PaddedSlabView(cache, tree)
+    return (
+        _SlabView(cache, int(tree.slot), rows)
+        if dense or ops.is_free(tree.slot)
+        else _PaddedSlabView(cache, tree)
+    )
 
 
 class TwinModules:

@@ -429,7 +429,8 @@ class NativeLM:
 
         Raise UnsupportedModelError if they differ.
         """
-        first = FirstLayer(self.source, *self._few_embeddings(), number)
+        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
+        first = FirstLayer(self.source, self.embed(tokens), self._embed_own(tokens), number)
         tokens, positions = self._checked_rows()
         first.states(tokens, positions, (), self.embed(tokens), self._embed_own(tokens))
         NativeLM(first)
@@ -444,10 +445,6 @@ class NativeLM:
         )
         positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu")
         return tokens, positions.clamp(max=far)
-
-    def _few_embeddings(self) -> tuple[Tensor, Tensor | None]:
-        tokens = torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % self.vocab_size
-        return self.embed(tokens), self._embed_own(tokens)
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:
@@ -489,9 +486,11 @@ class NativeLM:
     def _tolerance(self, *, last: bool) -> float:
         if self._rounds and last:
             return math.inf
-        if self.quantize is not None:
-            return TOLERANCE_OF_INT8
-        return (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.numerics]
+        return (
+            TOLERANCE_OF_INT8
+            if self.quantize is not None
+            else (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.numerics]
+        )
 
 
 def from_model(
@@ -877,9 +876,11 @@ class LaneTarget(NativeTarget):
 
     def shares(self, other: LaneTarget, tokens: list[int]) -> int:
         """Return how many of the first `tokens` another cache holds that can be copied."""
-        if self.cache.memory is not None or other._version != self.lm.version:
-            return 0
-        return common_prefix(other.tokens, tokens)
+        return (
+            0
+            if self.cache.memory is not None or other._version != self.lm.version
+            else common_prefix(other.tokens, tokens)
+        )
 
     def copy_from(self, other: LaneTarget, count: int) -> None:
         """Become what another one is after its first `count` tokens. Both have the same weights."""

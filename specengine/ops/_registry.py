@@ -264,9 +264,11 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _why_not(name: str, op_name: str, kind: str) -> str:
-    if _serves(_PROVIDERS[name], kind) and not _loaded(name):
-        return _not_built(name)
-    return f"{name} has no {op_name} on {kind}"
+    return (
+        _not_built(name)
+        if _serves(_PROVIDERS[name], kind) and not _loaded(name)
+        else f"{name} has no {op_name} on {kind}"
+    )
 
 
 def _not_built(name: str) -> str:

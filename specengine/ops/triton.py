@@ -293,9 +293,12 @@ def _strict_cached_attention(
 
 def _takes(name: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
     """Return True for heads that the kernel of this op serves on this card."""
-    if not (query.dtype in FLOATS and query.shape[2] <= LARGEST_HEAD and scale > 0):
-        return False
-    if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+    if not (
+        query.dtype in FLOATS
+        and query.shape[2] <= LARGEST_HEAD
+        and scale > 0
+        and query.stride(2) == key.stride(2) == value.stride(2) == 1
+    ):
         return False
     heads = _trial.Heads(query.shape[2], query.shape[0] // key.shape[0], query.dtype)
     return not is_tried(query.device) or _serves(name, heads, query.device)

@@ -605,10 +605,11 @@ def keep_likely(
             edges = chances(stated, cells, counts.table).tolist()
             new = graft(tree, size, free_nodes.parents, free_nodes.tokens, edges).ids
             notes.stated[new], notes.cells[new] = stated, cells
-    if throughput.experts.numel():
-        selected = _select_related(tree, int(size), throughput, most)
-    else:
-        selected = select_worth(tree[4], size, throughput.prices.verify, most)
+    selected = (
+        _select_related(tree, int(size), throughput, most)
+        if throughput.experts.numel()
+        else select_worth(tree[4], size, throughput.prices.verify, most)
+    )
     throughput.verified.copy_(selected.live)
     return selected
 

@@ -54,9 +54,11 @@ class Mlp(nn.Module):
         return cast(Tensor, self.output(self.hidden(features).relu()))[..., 0]
 
     def forward(self, features: Tensor) -> Tensor:
-        if self.hidden.weight.requires_grad:
-            return self.logits(features).sigmoid()
-        return ops.mlp(features, self.parts)
+        return (
+            self.logits(features).sigmoid()
+            if self.hidden.weight.requires_grad
+            else ops.mlp(features, self.parts)
+        )
 
 
 class AcceptanceHead(nn.Module):

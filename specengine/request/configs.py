@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from specengine.errors import InputError, shown
+from specengine.errors import InputError, require, require_value, shown
 from specengine.registry import plain
 from specengine.request.sampling import Processor
 
@@ -61,19 +61,61 @@ WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in
 PROCESSED = {
     "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config"
 }  # fmt: skip
-# Fields that are accepted where they ask for nothing: at these values, and at any that is empty or false.
-_NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "num_beam_groups": 1,
-    "encoder_repetition_penalty": 1,
-    "guidance_scale": 1,
+_SEVERAL = "one answer is written here; generate_many([prompt] * 4, do_sample=True) draws four"
+_LOADED = "pass it to Engine.from_pretrained"
+# Fields, and arguments of a call, that are accepted where they ask for nothing: at these values, and at any that is
+# empty or false. What to write instead in a call.
+_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, _SEVERAL),
+    "num_return_sequences": (1, _SEVERAL),
+    "num_beam_groups": (1, _SEVERAL),
+    "encoder_repetition_penalty": (1, "leave it out"),
+    "guidance_scale": (1, "leave it out"),
+    "attention_mask": (1, "pass a prompt without padding, and several of them to generate_many"),
+    "token_type_ids": (0, "leave them out"),
+    "tokenizer": (None, f"{_LOADED}, as tokenizer="),
+    "assistant_model": (None, f"{_LOADED}, as draft="),
+    **dict.fromkeys(_OUTPUTS, (False, "leave it out")),
 }
 _REMEDIES = {
     "watermarking_config": "leave it out, in the model's generation config too"
 }  # no value is neutral
 MIN_TOP_P = 1e-30  # of which the likeliest token is left, as of transformers' 0
 _NEVER_EMPTY = ("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale")
+_WITH_EFFECT_IN_CALLS = {"max_length", "cache_implementation"}
+_PROMPTS = ("prompt", "input_ids", "inputs", "messages")
+
+
+def read_call(prompt: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt and our options of a call, which may be one for transformers' `generate`.
+
+    The prompt may be what a tokenizer returns, or an argument of another name. Arguments are left out that change no
+    token of one answer; InputError, with what to write instead, for values that would.
+    """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        prompt, options = None, {**prompt, **options}
+    arguments = {"prompt": prompt, **options}
+    prompts = {name: arguments.pop(name) for name in _PROMPTS if name in arguments}
+    prompts = {name: value for name, value in prompts.items() if value is not None}
+    require(
+        "prompt",
+        " and ".join(prompts) or "none",
+        f"one of {', '.join(_PROMPTS)}",
+        len(prompts) == 1,
+    )
+    for name, (neutral, instead) in _NEUTRAL.items():
+        value = plain(arguments.pop(name, None))
+        fits = value is None or _holds_only(neutral, value)
+        require_value(name, value, f"{shown(neutral)}: {instead}", fits)
+    for name in WITHOUT_EFFECT.keys() - _WITH_EFFECT_IN_CALLS:
+        arguments.pop(name, None)
+    return prompts.popitem()[1], arguments
+
+
+def _holds_only(number: Any, value: Any) -> bool:
+    """Return whether a value is this number, or lists of it."""
+    nested = isinstance(value, list | tuple)
+    return all(_holds_only(number, item) for item in value) if nested else value == number
 
 
 class Configured:
@@ -112,7 +154,7 @@ class Configured:
         for name, value in self.values.items():
             if name in (*known, *WITHOUT_EFFECT, *BEFORE, *BEGINNING, *SHAPES_DRAWS):
                 continue
-            neutral = _NEUTRAL.get(name, False)
+            neutral, _ = _NEUTRAL.get(name, (False, ""))
             if (value or name in _NEVER_EMPTY) and value != neutral:
                 without = f"generation_config=GenerationConfig({name}={neutral}) goes without"
                 raise _unsupported(name, value, _REMEDIES.get(name, without))

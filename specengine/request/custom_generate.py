@@ -112,7 +112,7 @@ def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
         raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
     if input_ids.shape[0] != 1:
         raise InputError(
-            f"input_ids: got a batch of {input_ids.shape[0]}, this engine serves one sequence"
+            f"input_ids: got a batch of {input_ids.shape[0]}, accepted one sequence; for several call generate_many"
         )
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask.all()):

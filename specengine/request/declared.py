@@ -130,7 +130,7 @@ class DeclaredOptions:
     # A new option is a field at the end of this file, with a text below it that says what it does.
     max_new_tokens: int | None = option(
         whole(1),
-        help=f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS})",
+        help=f"tokens to generate at most (default {DEFAULT_MAX_NEW_TOKENS}; chat: to the context's end)",
         field=RequestField("max_tokens", written=True),
     )
     """tokens to generate at most; by default what max_length of a config leaves, else 256"""

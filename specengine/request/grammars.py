@@ -64,10 +64,11 @@ def compiled(field: str, value: Any) -> str:
 def _compiled(field: str, text: str) -> str:
     try:
         text = _exact(field, text)
-        if field == "grammar":
-            grammar = library().grammar_from("grammar", text)
-        else:
-            grammar = library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
+        grammar = (
+            library().grammar_from("grammar", text)
+            if field == "grammar"
+            else library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
+        )
         fault = _fault(grammar)
     except InputError:
         raise

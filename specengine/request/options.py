@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import MAX_NUMBER, InputError, did_you_mean, require, shown, whole
+from specengine.errors import MAX_NUMBER, InputError, require, require_options, shown, whole
 from specengine.records import Stats
 from specengine.registry import plain
 from specengine.request import configs
@@ -103,10 +103,8 @@ class GenerationOptions(DeclaredOptions):
             self.max_new_tokens = self._up_to(configured.values.get("max_length"), prompt_length)
         if options.get("min_new_tokens") is None:
             self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
-        if (self.min_new_tokens or 0) > self.max_new_tokens:
-            raise InputError(
-                f"min_new_tokens: got {shown(self.min_new_tokens)}, accepted up to {self.max_new_tokens}"
-            )
+        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        require("min_new_tokens", least, f"up to {most}", least <= most)
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
             ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
@@ -119,12 +117,7 @@ class GenerationOptions(DeclaredOptions):
     def check(cls, options: dict[str, Any]) -> GenerationOptions:
         """Return the options as given, each of them checked, before there is a model; InputError as `of` raises it."""
         declared = declarations()
-        for name in options:
-            if name not in declared:
-                listed = ", ".join(declared)
-                raise InputError(
-                    f"unknown option {shown(name)}, known are {listed}{did_you_mean(name, list(declared))}"
-                )
+        require_options(options, declared)
         self = cls(
             **{
                 name: value if declared[name].as_is else plain(value)

@@ -25,7 +25,8 @@ _PRIVATE = [
 ]  # of Unicode, for private use: hardly ever in a text
 ACCEPTED = "accepted a string, a list of chat messages (role, content) or a list of token ids"
 
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
+Ids = Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
+Prompt = str | Sequence[Mapping[str, str]] | Ids | Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 Template = Mapping[str, Any] | None
 
@@ -163,7 +164,7 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     shape, dtype = tuple(prompt.shape), str(prompt.dtype)
     if len(shape) == 2 and shape[0] != 1:
         raise InputError(
-            f"{field}: got a batch of {shape[0]}, this engine serves one sequence; call generate for each"
+            f"{field}: got a batch of {shape[0]}, accepted one sequence; for several call generate_many"
         )
     require(
         field,
@@ -205,7 +206,7 @@ def _from_messages(
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
     values = [*texts, *(tools or []), dict(template or {})]
-    if special is not None and any(special.stands_in(text) for text in _strings(values)):
+    if special is not None and any(map(special.pattern.search, _strings(values))):
         return special.encode(texts, room, tools, template)
     tools, options = None if tools is None else list(tools), _ENDED | dict(template or {})
     if fills_itself(tokenizer):
@@ -269,9 +270,6 @@ class SpecialText(NamedTuple):
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = sorted({token.content for token in added if token.special}, key=len, reverse=True)
         return cls(tokenizer, texts, re.compile("|".join(map(re.escape, texts)))) if texts else None
-
-    def stands_in(self, text: str) -> bool:
-        return self.pattern.search(text) is not None
 
     def encode(
         self, messages: list[dict[str, Any]], room: Room, tools: Tools, template: Template

@@ -188,9 +188,11 @@ class Sampler:
             if scores.max() == MINUS_INF:
                 return None
         scores = self._process(scores, history)
-        if self.seed is None:
-            return int(scores.argmax())
-        return ops.keyed_gumbel_argmax(scores, self.seed, history.length)
+        return (
+            int(scores.argmax())
+            if self.seed is None
+            else ops.keyed_gumbel_argmax(scores, self.seed, history.length)
+        )
 
     def _process(self, scores: Tensor, history: History) -> Tensor:
         rows = scores[None].clone() if self.processors else scores[None]

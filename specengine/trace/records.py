@@ -252,8 +252,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise InputError(f"trace: {where} is not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise InputError(f"trace: {where}: got {shown(record)}, accepted an object")
+    require_value(f"trace: {where}", record, "an object", isinstance(record, dict))
     return record
 
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (["a", "b"], "prompt: accepted a string.*; for several prompts call generate_many"),
         (
             torch.ones(2, 3, dtype=torch.int64),
-            "prompt: got a batch of 2, this engine serves one sequence",
+            "prompt: got a batch of 2, accepted one sequence; for several call generate_many",
         ),
         (
             torch.ones(1, 2, 3, dtype=torch.int64),
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ),
         (torch.ones(3), r"prompt: got torch.float32 \(3,\), accepted int64"),
         ([{"role": "user"}], r"prompt: each message needs role and content, got \['role'\]"),
-        (None, "prompt: got NoneType, accepted a string"),
+        (None, "prompt: got none, accepted one of prompt, input_ids, inputs, messages"),
         (5, "prompt: got int, accepted a string"),
         (b"hi", "prompt: got bytes, accepted a string"),
         ({"role": "user", "content": "hi"}, "prompt: got dict, accepted .* pass its input_ids"),

@@ -347,9 +347,11 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
 def _read_value(cursor: _Cursor, code: int) -> Any:
     if code == _STRING:
         return cursor.string()
-    if code == _ARRAY:
-        return _read_array(cursor, cursor.number("I"), cursor.number("Q"))
-    return _read_numbers(cursor, code, 1)[0]
+    return (
+        _read_array(cursor, cursor.number("I"), cursor.number("Q"))
+        if code == _ARRAY
+        else _read_numbers(cursor, code, 1)[0]
+    )
 
 
 def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:

@@ -415,9 +415,13 @@ class SyntheticCycles:
 
     def plan(self, plan: MeasuringPlan) -> MeasuringPlan:
         """Return the plan, with verifications of a driver's one size where there is a driver."""
-        if self.driver is None:
-            return plan
-        return MeasuringPlan((min(self.driver.budget, MAX_NODES),) * len(plan.widths), plan.widths)
+        return (
+            plan
+            if self.driver is None
+            else MeasuringPlan(
+                (min(self.driver.budget, MAX_NODES),) * len(plan.widths), plan.widths
+            )
+        )
 
     def begin(self, context: int) -> float:
         """Fill both caches with `context` tokens. Return the seconds that it took."""

@@ -216,9 +216,7 @@ def _driver_version() -> str:
 
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU or processor, as far as the system knows it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def digest(facts: dict[str, Any]) -> str:

@@ -19,9 +19,11 @@ ATTENTION = Layer(
 
 def layer(config: Any, number: int) -> Layer:
     """Return the blocks of a layer."""
-    if config.layer_types[number] != RECURRENT:
-        return ATTENTION
-    return replace(ATTENTION, attention=None, mixer=mamba(config))
+    return (
+        ATTENTION
+        if config.layer_types[number] != RECURRENT
+        else replace(ATTENTION, attention=None, mixer=mamba(config))
+    )
 
 
 def alone(config: Any, number: int) -> dict[str, Any]:

@@ -30,9 +30,11 @@ def layer(config: Any, number: int) -> Layer:
     if config.num_local_experts and isinstance(experts, Experts):
         inner = config.shared_intermediate_size
         dense = replace(dense, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
-    if config.layer_types[number] != RECURRENT:
-        return dense
-    return replace(dense, attention=None, mixer=mamba(config))
+    return (
+        dense
+        if config.layer_types[number] != RECURRENT
+        else replace(dense, attention=None, mixer=mamba(config))
+    )
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
