@@ -80,6 +80,10 @@ class EngineBusyError(SpecEngineError, RuntimeError):
     """Raised if the engine is already generating. An engine serves one sequence at a time."""
 
 
+class EngineClosedError(SpecEngineError, RuntimeError):
+    """Raised if an engine is asked for something after it was closed."""
+
+
 class QueueFullError(SpecEngineError, RuntimeError):
     """Raised if the queue of requests is full. The message says when to retry."""
 

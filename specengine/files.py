@@ -117,9 +117,11 @@ def cache_dir() -> Path:
     chosen = os.environ.get("SPECENGINE_CACHE")
     user_cache = os.environ.get("XDG_CACHE_HOME")
     try:
-        if chosen:
-            return Path(chosen).expanduser()
-        return (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
+        return (
+            Path(chosen).expanduser()
+            if chosen
+            else (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
+        )
     except RuntimeError as error:
         raise CacheFolderError(
             "there is no cache folder, as HOME is not set and this user has no home folder: set SPECENGINE_CACHE to a "

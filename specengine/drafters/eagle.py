@@ -55,8 +55,7 @@ class EagleDraft(RowDraft):
         name: str = "",
         pack: bool | None = None,
     ) -> None:
-        if isinstance(head, EagleHead):
-            head = TorchHead(head, target, pack)
+        head = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
         self.head: DraftHead = head
         self.name = name
         if isinstance(head, EagleRunner):

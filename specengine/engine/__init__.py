@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -22,7 +22,7 @@ from specengine.engine.generation import (
     score,
     warm_up,
 )
-from specengine.engine.parts import Drivers, EngineState, Pool, parallel_of
+from specengine.engine.parts import CLOSED, Drivers, EngineState, Pool, parallel_of
 from specengine.engine.scheduler import (
     AsyncTextGeneration,
     Client,
@@ -31,7 +31,7 @@ from specengine.engine.scheduler import (
     Streams,
     Ticket,
 )
-from specengine.errors import require, require_value
+from specengine.errors import EngineBusyError, require, require_value
 from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget
 from specengine.options import LoadOptions
@@ -72,16 +72,41 @@ class Engine(EngineState):
 
     def __init__(
         self,
-        target: Target,
-        drafter: Drafter | None,
-        policy: TreePolicy | None,
+        target: Target = None,  # type: ignore[assignment]
+        drafter: Drafter | None = None,
+        policy: TreePolicy | None = None,
         tokenizer: Any = None,
     ) -> None:
         super().__init__(target, drafter, policy, tokenizer)
         self._making = threading.Lock()
         self._streams: tuple[tuple[Any, ...], Streams] | None = None  # what answers `astream`
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End open answers and let go of models, caches and threads; what is asked for later raises EngineClosedError.
+
+        `with Engine.from_pretrained() as engine:` does it at its end. A model that was brought along stays as it is.
+        EngineBusyError while another thread runs a cycle.
+        """
+        engines = [self, *([] if self._streams is None else self._streams[1].engines)]
+        try:
+            for answer in [answer for engine in engines for answer in engine.answers]:
+                answer.close()
+        except ValueError as error:  # of a generator that is executing
+            message = "this engine is generating in another thread; close it after that answer"
+            raise EngineBusyError(message) from error
+        for engine in engines:
+            engine.let_go()
+        self._streams = None
+
     def __repr__(self) -> str:
+        if self.target is CLOSED:
+            return "Engine(closed)"
         drafter = None if self.drafter is None else self.drafter.name
         model = self.target.name or type(self.target).__name__
         return f"Engine({model}, {self.target.backend}, draft={drafter}, policy={self.policy!r})"

@@ -277,7 +277,9 @@ def cycles(
     """Return the cycles of one generation; see `Engine.cycles`."""
     ticket = ticket or Ticket()
     steps = run_cycles(engine, request, drivers, origins, ticket)
-    return steps if engine.pool is None else engine.pool.scheduler.add(steps, ticket)
+    answer = steps if engine.pool is None else engine.pool.scheduler.add(steps, ticket)
+    engine.answers.add(answer)
+    return answer
 
 
 def prepare(
@@ -512,7 +514,9 @@ def score(engine: EngineState, prompt: Prompt, top: int) -> Iterator[TokenLogpro
         vocab_size=target.vocab_size,
         max_context=target.max_context,
     )
-    return _scored(engine, ids, top)
+    rows = _scored(engine, ids, top)
+    engine.answers.add(rows)
+    return rows
 
 
 def _scored(engine: EngineState, tokens: list[int], top: int) -> Iterator[TokenLogprob]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,7 +22,14 @@ from specengine.captured import CapturedDriver
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
-from specengine.errors import EngineBusyError, InputError, require, require_value, shown
+from specengine.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    InputError,
+    require,
+    require_value,
+    shown,
+)
 from specengine.models import Target, common_prefix
 from specengine.models.assistant import AssistantHead
 from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
@@ -151,6 +159,16 @@ class KeptDrivers:
         return Drivers(eager, captured)
 
 
+class ClosedPart:
+    """Stands for each part of an engine that is closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise EngineClosedError("this engine is closed; load another with Engine.from_pretrained()")
+
+
+CLOSED: Any = ClosedPart()
+
+
 class EngineState:
     """The parts of an engine, and the caches of the one answer that it gives at a time."""
 
@@ -161,6 +179,9 @@ class EngineState:
         policy: TreePolicy | None,
         tokenizer: Any = None,
     ) -> None:
+        require(
+            "target", "none", "a Target; Engine.from_pretrained() loads one", target is not None
+        )
         if (drafter is None) != (policy is None):
             raise InputError("policy, draft: give both, or neither for plain decoding")
         self.target = target
@@ -178,6 +199,21 @@ class EngineState:
             )
         )
         self._busy = threading.Lock()
+        self.answers = weakref.WeakSet[
+            Any
+        ]()  # generators under way, which end where the engine is closed
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an Engine is neither copied nor pickled, as it holds threads and memory of its process: call "
+            "Engine.from_pretrained() in each process, and for several engines over one model see Pool"
+        )
+
+    def let_go(self) -> None:
+        """Drop all parts. What is asked for afterwards raises EngineClosedError."""
+        self.target = self.drafter = self.tokenizer = self.drivers = self.watch = CLOSED
+        self.pool = self.ring = None
+        vars(self).pop("vocabularies", None)
 
     @functools.cached_property
     def vocabularies(self) -> Vocabularies:

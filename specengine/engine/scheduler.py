@@ -447,7 +447,7 @@ class Streams:
     """Answers what is submitted on these engines, in a thread that is there for as long as there is something to do."""
 
     def __init__(self, engines: list[Any], scheduler: Scheduler | None = None) -> None:
-        self._engines, self._scheduler = engines, scheduler
+        self.engines, self._scheduler = engines, scheduler
         self._waiting = deque[tuple[Begin, Ticket, Callable[[Any], None]]]()
         self._guard = threading.Lock()
         self._runs = False
@@ -461,7 +461,7 @@ class Streams:
                 threading.Thread(target=self._run, name="specengine-astream", daemon=True).start()
 
     def _run(self) -> None:
-        for _ in run_tasks(self._engines, self._scheduler, self._take):
+        for _ in run_tasks(self.engines, self._scheduler, self._take):
             pass
 
     def _take(self, idle: list[Any], wait: bool) -> tuple[Any, Task] | None:

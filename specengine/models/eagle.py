@@ -284,9 +284,12 @@ class Eagle3Head(EagleHead):
         return self.lm_head if self.config.own_head else None
 
     def target_ids(self) -> Tensor | None:
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device, dtype=torch.int64)
+        return (
+            None
+            if self.d2t is None
+            else self.d2t
+            + torch.arange(self.d2t.shape[0], device=self.d2t.device, dtype=torch.int64)
+        )
 
 
 class DecoderLayer(nn.Module):

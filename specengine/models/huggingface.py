@@ -558,9 +558,11 @@ class CausalLM:
             return "a node's logits change with its sibling"
         # of rounding, half precision has plenty
         tolerance = 0.01 if self._layout.dtype == torch.float32 else 0.25
-        if not (path - tree).abs().max() <= tolerance * effect:
-            return "a node's logits differ from those of its path alone"
-        return None
+        return (
+            "a node's logits differ from those of its path alone"
+            if not (path - tree).abs().max() <= tolerance * effect
+            else None
+        )
 
     def _window_fault(self) -> str | None:
         """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""

@@ -514,8 +514,7 @@ class PackedModel:
         Tables of which rows are looked up keep their place in the file.
         """
         tables = _LOOKED_UP[1:] if self.config.tie_word_embeddings else _LOOKED_UP
-        if weight.name not in tables:
-            weight = weight._replace(place=None)
+        weight = weight if weight.name in tables else weight._replace(place=None)
         module, _, kind = weight.name.rpartition(".")
         if module.endswith(CONVOLUTIONS):  # by taps
             count, mixer = weight.shape[0], self.family.mixer(self.config)

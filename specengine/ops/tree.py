@@ -52,9 +52,13 @@ def number(tensor: Tensor) -> Number:
 
     On single elements torch takes ten times as long as Python does.
     """
-    if tensor.device.type == FREE:
-        return tensor.item()
-    return doubled(tensor) if tensor.is_floating_point() else tensor
+    return (
+        tensor.item()
+        if tensor.device.type == FREE
+        else doubled(tensor)
+        if tensor.is_floating_point()
+        else tensor
+    )
 
 
 def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -126,9 +130,11 @@ class Nodes(NamedTuple):
     def masked(self, values: Tensor, filler: float) -> Tensor:
         """Return the nodes' values, [width], with the filler for padding."""
         live = number(self.live)
-        if not isinstance(live, Tensor) and live >= values.shape[0]:
-            return values
-        return values.masked_fill(self.padding(), filler)
+        return (
+            values
+            if not isinstance(live, Tensor) and live >= values.shape[0]
+            else values.masked_fill(self.padding(), filler)
+        )
 
     def padding(self) -> Tensor:
         """Return which of the ids are padding, bool [width]."""
@@ -597,6 +603,14 @@ def graft(
     return Nodes.of(torch.arange(first, end, device=size.device, dtype=torch.int64))
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the depth of each node, 0 of the root; each node comes after its parent."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
 class TokenTree:
     """Candidate continuations of the last committed token, which is node 0, the root.
 
@@ -706,11 +720,8 @@ class TokenTree:
         cls, tokens: list[int], parents: list[int], device: torch.device | str = "cpu"
     ) -> TokenTree:
         """Return a tree of these nodes, each below an earlier one, with certain edges; -1 is above the root."""
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
         ids, above, levels = torch.tensor(
-            [tokens, parents, depths], dtype=torch.int64, device=device
+            [tokens, parents, depths_of(parents)], dtype=torch.int64, device=device
         )
         edges = torch.zeros(len(tokens), dtype=torch.float32, device=device)
         return cls.of(ids, above, levels, edges, edges)
@@ -739,8 +750,7 @@ class TokenTree:
         parents, tokens: int64 [m]; log_probs: float32 [m], of the edges; count: int32 [1]. Returns the new nodes.
         Raises PolicyError when the capacity is exceeded; on a device then nothing is added, and `overflow` says so.
         """
-        if count is None:
-            count = torch.full_like(self.size, parents.shape[0])
+        count = torch.full_like(self.size, parents.shape[0]) if count is None else count
         ids = append_nodes(self.arrays, self.size, parents, tokens, log_probs, count, self.overflow)
         return self.appended(Nodes(ids, count))
 

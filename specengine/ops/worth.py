@@ -296,9 +296,7 @@ def bind_search(state: SearchState) -> SearchState:
 
     Its tensors are shared, so that what is written into them holds, and may not be resized.
     """
-    if run := native.bind_search[state.throughput.recent.device]:
-        return run(state)
-    return state
+    return run(state) if (run := native.bind_search[state.throughput.recent.device]) else state
 
 
 @op

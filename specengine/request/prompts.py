@@ -102,8 +102,7 @@ def predicted_ids(
         _require(tokenizer, "a string", "prediction")
         _require_unicode("prediction", prediction)
         return _tokenized(tokenizer, prediction, add_special_tokens=False)
-    if is_array(prediction):
-        prediction = _from_array(prediction, "prediction")
+    prediction = _from_array(prediction, "prediction") if is_array(prediction) else prediction
     require_value(
         "prediction",
         prediction,

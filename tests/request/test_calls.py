@@ -89,7 +89,9 @@ def test_several_rows_are_for_generate_many() -> None:
 
 @pytest.mark.parametrize("prompts", ["hello", b"hello", {"input_ids": [IDS]}])
 def test_generate_many_refuses_one_prompt(prompts: Any) -> None:
-    with pytest.raises(InputError, match=r"prompts: got .* a list of prompts; generate answers one"):
+    with pytest.raises(
+        InputError, match=r"prompts: got .* a list of prompts; generate answers one"
+    ):
         engine_of().generate_many(prompts)
 
 

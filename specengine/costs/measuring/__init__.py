@@ -27,7 +27,7 @@ from specengine.cuda_graphs import room
 from specengine.errors import require
 from specengine.models import Target
 from specengine.ops import Nodes
-from specengine.ops.tree import TokenTree
+from specengine.ops.tree import TokenTree, depths_of
 from specengine.records import Cycle, Seconds
 
 if TYPE_CHECKING:
@@ -500,13 +500,10 @@ class SyntheticCycles:
         """Return a tree of `nodes` nodes, each with the same number of children until the nodes run out."""
         ids, branching = torch.arange(nodes, dtype=torch.int64, device="cpu"), self._branching
         parents = torch.div(ids - 1, branching, rounding_mode="floor")
-        depths = [0]
-        for parent in parents[1:].tolist():
-            depths.append(depths[parent] + 1)
         tokens = (self.root + 7 * parents + ids % branching) % self.target.vocab_size
         tokens[0] = self.root
         edges = -(ids > 0).float()
-        levels = torch.tensor(depths, dtype=torch.int64, device="cpu")
+        levels = torch.tensor(depths_of(parents.tolist()), dtype=torch.int64, device="cpu")
         arrays = tokens, parents, levels, edges, -levels.float()
         tokens, parents, levels, edges, paths = (array.to(self.target.device) for array in arrays)
         return TokenTree.of(tokens, parents, levels, edges, paths)

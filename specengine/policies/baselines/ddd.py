@@ -48,6 +48,8 @@ class Ddd(Beam):
         asked: Flag = False
         for check in self.checks:
             asked = asked | (passes == check + 1)
-        if is_down(asked):
-            return asked
-        return asked & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
+        return (
+            asked
+            if is_down(asked)
+            else asked & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
+        )
