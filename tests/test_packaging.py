@@ -93,6 +93,7 @@ def test_kernels_folder_does_not_hide_the_package_of_that_name(tmp_path: Path) -
     assert out == "the installed package\n"
 
 
+@pytest.mark.slow
 def test_transformers_imports_from_the_repository_root() -> None:
     code = "import transformers; transformers.AutoModelForCausalLM; transformers.LlamaForCausalLM; print('ok')"
     assert python(code, cwd=ROOT, path=(ROOT,)) == "ok\n"

@@ -61,29 +61,33 @@ def test_slow_ones_are_no_part(a): ...
 """
 
 
-def collected(suite: Path, *options: str) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        "pyproject.toml",
-        "--collect-only",
-        "-q",
-        *options,
-        str(suite),
-    ]
+RUNS = """
+import sys, pytest
+for marked in ("not slow", "slow", ""):
+    pytest.main(["-c", "pyproject.toml", "-p", "tests.conftest", "--collect-only", "-q", "-m", marked, sys.argv[1]])
+    print("\\f")
+"""
+
+
+def collected(suite: Path) -> list[list[str]]:
+    """Return the tests of `make test`, those that it leaves, and all: collected one after the other in one process."""
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+        [sys.executable, "-c", RUNS, str(suite)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    return [
+        [line.partition("::")[2] for line in run.splitlines() if "::" in line]
+        for run in done.stdout.split("\f\n")[:3]
+    ]
 
 
 def test_the_marker_leaves_all_but_the_slice_to_the_slow_tier(tmp_path: Path) -> None:
     suite = tmp_path / "test_suite.py"
     suite.write_text(SUITE)
-    plugin = ["-p", "tests.conftest"]
-    fast = collected(suite, *plugin, "-m", "not slow")
+    fast, slow, everything = collected(suite)
     assert fast[-3:] == [
         "test_one",
         "test_slow_ones_are_no_part[0]",
@@ -92,6 +96,5 @@ def test_the_marker_leaves_all_but_the_slice_to_the_slow_tier(tmp_path: Path) ->
     assert fast[-5:-3] == ["test_count[0]", "test_count[8]"]
     assert {name[-2] for name in fast[:-5]} | {name[-4] for name in fast[:-5]} == set("pqxyz")
     assert len(fast) == 8
-    slow = collected(suite, *plugin, "-m", "slow")
-    assert sorted(fast + slow) == sorted(collected(suite, *plugin))
+    assert sorted(fast + slow) == sorted(everything)
     assert len(slow) == 11

@@ -178,6 +178,7 @@ def test_a_cycle_of_the_default_model_takes_milliseconds() -> None:
     assert 0.1 < tree_construction._cycle_here() < 10_000
 
 
+@pytest.mark.slow
 def test_the_cases_run_under_pytest_benchmark() -> None:
     case = "eagle and ops and logits and bfloat16 and V32768 and alpha5.0 and parents10"
     command = [

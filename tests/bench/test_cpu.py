@@ -281,6 +281,7 @@ def test_goals_stand_beside_what_was_measured() -> None:
     assert {way for figure in goals.FIGURES for way in figure.goals} <= set(KINDS)
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     random_gguf.write(file, "Q4_0", hidden=64, inner=96, layers=2, heads=(4, 2), words=96)

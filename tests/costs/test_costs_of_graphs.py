@@ -165,6 +165,7 @@ def test_cycles_are_timed_by_the_device(draft: str, clock: Clock) -> None:
     assert statistics.median(cycle.seconds.host for cycle in cycles) < 0.1 * real["finish greedy"]
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_prices_stay_where_nothing_changes(draft: str, clock: Clock) -> None:
     """Whatever the eager first cycle of an answer takes, which compiles and launches each operation."""

@@ -19,6 +19,7 @@ from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
 NODES, COLUMNS = 30, 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
 def test_logic_of_the_lanes_under_the_sanitizers(tmp_path: Path) -> None:
     run = build_and_run(tmp_path / "device_logic_test", CSRC / "tests" / "device_logic_test.cpp")

@@ -40,6 +40,7 @@ SHAPES = [
 ]  # budget, width, rounds, passes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++) on the path")
 def test_logic_of_the_lanes_under_the_sanitizers(tmp_path: Path) -> None:
     run = build_and_run(tmp_path / "device_rule_test", CSRC / "tests" / "device_rule_test.cpp")
@@ -166,6 +167,7 @@ def alike(found: Any, wanted: Any, exact: bool, what: str) -> None:
             )
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("exact", [True, False], ids=["bits of C++", "meaning"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(2))

@@ -223,6 +223,7 @@ def said(result: Any) -> tuple[list[int], str]:
     return result.token_ids, result.finish_reason
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", KINDS, indirect=True)
 @pytest.mark.usefixtures("poisoned")
@@ -234,6 +235,7 @@ def test_answers_at_once_are_those_given_alone(engine: Engine, way: str) -> None
     assert any(result.stats.num_draft_tokens for result in many)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("engine", KINDS, indirect=True)
 @pytest.mark.usefixtures("poisoned")
 def test_asynchronous_streams_and_batches_are_those_given_alone(engine: Engine) -> None:

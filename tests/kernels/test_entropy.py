@@ -61,6 +61,7 @@ def check(logits: Tensor, top: int, normalized: bool = False) -> None:
     torch.testing.assert_close(found.double(), wanted, atol=4e-6, rtol=2e-6)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 7, 129, 2 * TILE, 5003])
 @pytest.mark.parametrize("top", [1, 20, 1000, 5002])

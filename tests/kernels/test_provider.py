@@ -524,6 +524,7 @@ def test_parts_of_a_layer() -> None:
         ops.silu_mul(states, residual.half())
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.inference_mode()
 def test_fused_layers_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

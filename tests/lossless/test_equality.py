@@ -32,6 +32,7 @@ sampling = st.sampled_from(
 )
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("draft", ["toy", "normalized", "columns"])
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(deadline=None, max_examples=8)

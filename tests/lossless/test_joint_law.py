@@ -99,6 +99,7 @@ def test_the_scores_of_the_simulation_are_those_of_the_engine(world: World) -> N
         )
 
 
+@pytest.mark.slow
 def test_joint_law_and_accepted_length() -> None:
     """The first tokens have the target's joint law; the mean accepted length is the sum of path probabilities."""
     values = []

@@ -72,6 +72,7 @@ def assert_rows_are_alone(lm: NativeLM, sizes: tuple[int, ...] = (1, 2, 3, 17, 6
         assert torch.equal(native_logits(lm, PROMPT, tree), alone(lm, tree)), nodes
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8", "numerics": "bfloat16"}])
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize(
     "name",
@@ -171,6 +172,7 @@ def test_the_control_a_window_changes_bits() -> None:
     assert torch.equal(found[2], found[3])
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "name", [*WINDOWS, "gemma", "olmo2", "granite", "ernie4_5", "mixtral", "qwen3_moe"]
 )

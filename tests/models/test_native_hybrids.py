@@ -89,6 +89,7 @@ def engine_of(name: str, draft: str, policy: str = "eagle", numerics: str = "flo
 # ---------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize(
     ("draft", "policy"),
@@ -112,6 +113,7 @@ def test_answers_with_trees_are_those_of_transformers_and_of_plain_decoding(
         assert engine.generate(PROMPT, max_new_tokens=48).stats.num_accepted_draft_tokens > 0
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("numerics", ["bfloat16", "integer"])
 def test_bits_make_other_numerics_answers_those_of_plain_decoding(name: str, numerics: str) -> None:
@@ -129,6 +131,7 @@ def test_bits_make_other_numerics_answers_those_of_plain_decoding(name: str, num
 # ---------------------------------------------------------------------------------------------------- bits
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_row_alone_has_the_bits_that_it_has_in_trees(name: str, numerics: str) -> None:
@@ -153,6 +156,7 @@ def test_integer_rows_have_the_same_bits_on_every_instruction_set(name: str) -> 
     assert all(torch.equal(logits, found[0]) for logits in found)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("rows", [1, 2, 16, 33])
 def test_prompts_in_pieces_have_the_bits_of_whole_ones(
@@ -198,6 +202,7 @@ def test_an_accepted_path_counts_and_no_other(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- sessions
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("draft", ["none", "small_model"])
 def test_a_second_turn_answers_as_a_fresh_engine_does(name: str, draft: str) -> None:

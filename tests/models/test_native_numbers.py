@@ -53,6 +53,7 @@ def exact(variant: str) -> Tensor:
         return own_logits(model_of(variant), PROMPT, TREE)
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("instructions", WITH_VECTORS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32_logits_are_those_of_the_models_own_modules(
@@ -98,6 +99,7 @@ def not_worse(ours: Tensor, theirs: Tensor) -> bool:
     return mean <= float(theirs.mean()) and highest <= float(theirs.quantile(0.99))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(instructions: str) -> None:
     found = [

@@ -128,6 +128,7 @@ PARTS: dict[str, Callable[[Any], list[nn.Module]]] = {
 }
 
 
+@pytest.mark.sliced
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("way", WAYS)

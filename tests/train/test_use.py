@@ -183,6 +183,7 @@ def test_held_back_texts_are_never_trained_on(
 # ---------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_better_head_is_put_into_use_and_answers_stay(
     made: Made, tmp_path: Path, backend: str
