@@ -134,8 +134,8 @@ def _decisions() -> Points:
     """Return how often Learning to Draft's networks choose each depth and size, in shares."""
     points: Points = {}
     for label, file, way in (
-        ("two cores", "ltd-cpu.jsonl", "ltd: cpu"),
-        ("8B on an A100", "ltd-8b.jsonl", "ltd: paper"),
+        ("two cores", "ltd-cpu-amd.jsonl", "ltd: cpu"),
+        ("8B on an A100", "ltd-8b-amd.jsonl", "ltd: a100"),
     ):
         row = next(record for record in records(file) if record.get("way") == way)
         for what in ("depths", "sizes"):

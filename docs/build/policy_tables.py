@@ -204,15 +204,21 @@ def same(*files: str) -> str:
     return table(header, rows, *files)
 
 
-def verdicts(file: str) -> str:
-    """Return the claims of the papers with what they come to and the verdict, from bench.papers."""
+def verdicts(file: str, *newer: str) -> str:
+    """Return the claims of the papers with what they come to and the verdict, from bench.papers.
+
+    A claim of a newer file stands in the place of the same one.
+    """
     settings = next(r for r in records(file) if r["record"] == "settings")
-    rows = [
-        [r["paper"], r["claim"], r["published"], r["ours"], f"**{r['verdict']}**"]
-        for r in records(file)
+    files = (file, *newer)
+    claims = {
+        r["name"]: [r["paper"], r["claim"], r["published"], r["ours"], f"**{r['verdict']}**"]
+        for each in files
+        for r in records(each)
         if r["record"] == "claim"
-    ]
-    made = table(("paper", "claim", "published", "here", "verdict"), rows, file)
+    }
+    header = ("paper", "claim", "published", "here", "verdict")
+    made = table(header, list(claims.values()), *files)
     return f"{settings['prompts']} prompts, {settings['logged']} tokens of each answer:\n\n{made}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -417,16 +418,22 @@ def published(file: str) -> str:
 
 
 def compared(*files: str) -> str:
-    """Return the speed of each method of research.ltd over plain decoding, under the cost table of each file."""
-    replays_by_file = {
-        file: {r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files
-    }
-    ways = dict.fromkeys(way for by_way in replays_by_file.values() for way in by_way)
+    """Return the speed of each method of research.ltd over plain decoding and over grid search, by file."""
+    replays = [{r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files]
+    columns = ("speed", "over grid search", "speed at every position")
     rows = [
-        [code(way), *(number(replays_by_file[file].get(way, {}), "speed", 3) for file in files)]
-        for way in ways
+        [code(way), *itertools.chain(*(_compared(by_way.get(way)) for by_way in replays))]
+        for way in dict.fromkeys(way for by_way in replays for way in by_way)
     ]
-    return table(("method", *(code(file.removesuffix(".jsonl")) for file in files)), rows, *files)
+    header = [f"{code(file.removesuffix('.jsonl'))}, {what}" for file in files for what in columns]
+    return table(("method", *header), rows, *files)
+
+
+def _compared(row: Record | None) -> list[str]:
+    if row is None:
+        return ["–"] * 3
+    grid = "{:.2f} ({:.2f} to {:.2f})".format(*row["over_grid"])
+    return [number(row, "speed", 3), grid, number(row, "speed_at_every_position", 3)]
 
 
 def model_shapes(*files: str) -> str:
