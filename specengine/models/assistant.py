@@ -36,10 +36,10 @@ class Assistant(nn.Module):
         self.text_config._attn_implementation = "sdpa"  # whatever the target's is, which sees trees
         if not config.tie_word_embeddings:
             raise ValueError("its vocabulary head has weights of its own")
-        made = MODEL_MAPPING[type(text)]
+        model_class = MODEL_MAPPING[type(text)]
         size, self.outer = text.hidden_size, int(config.backbone_hidden_size)
         with torch.device("meta"):
-            self.model: Any = made(self.text_config).to(dtype)
+            self.model: Any = model_class(self.text_config).to(dtype)
             self.pre_projection = nn.Linear(2 * self.outer, size, bias=False, dtype=dtype)
             self.post_projection = nn.Linear(size, self.outer, bias=False, dtype=dtype)
             self.masked_embedding = (
@@ -162,23 +162,27 @@ class AssistantHead(DraftHead):
             raise InputError(
                 f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such"
             )
-        found = dict[str, tuple[int, int]]()
+        slabs = dict[str, tuple[int, int]]()
         for kind in needed:
             number = last[kind]
-            found[kind] = 0, number
+            slabs[kind] = 0, number
             if isinstance(lm, NativeLM):
                 sizes = [
                     (at.kv_heads, at.head_dim)
                     for at in (family_of(config).shape_at(config, i) for i in owners)
                 ]
                 slab = list(dict.fromkeys(sizes)).index(sizes[number])
-                found[kind] = slab, sizes[:number].count(sizes[number])
+                slabs[kind] = slab, sizes[:number].count(sizes[number])
         for layer, kind in zip(self._net.model.layers, text.layer_types, strict=True):
-            slab, number = found[kind]
-            keys, own = self._keeper.cache.layer(number, slab=slab)[0], layer.self_attn
+            slab, number = slabs[kind]
+            keys, reader = self._keeper.cache.layer(number, slab=slab)[0], layer.self_attn
             heads, size = keys.shape[1], keys.shape[3]
-            if own.head_dim != size or own.num_key_value_groups * heads != text.num_attention_heads:
+            if (
+                reader.head_dim != size
+                or reader.num_key_value_groups * heads != text.num_attention_heads
+            ):
                 raise InputError(
-                    f"draft: the assistant reads heads of {own.head_dim} channels, the target keeps {heads} of {size}"
+                    f"draft: the assistant reads heads of {reader.head_dim} channels, "
+                    f"the target keeps {heads} of {size}"
                 )
-        return found
+        return slabs

@@ -106,9 +106,9 @@ def tree_attention_forward(
     tree.windows.append(window)
     if window is not None and window >= key.shape[2]:
         window = None
-    found = prompt_attention(query, key, value, scaling, window)
-    if found is not None:
-        return found, None
+    attended = prompt_attention(query, key, value, scaling, window)
+    if attended is not None:
+        return attended, None
     if tree.before == 0 and query.shape[2] > 1 and window is None:
         return sdpa_attention_forward(
             module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
@@ -181,7 +181,7 @@ def attend(
 ) -> Tensor:
     """Attend from rows, [heads, n, head size], over a cache, [KV heads, slots, head size], that holds theirs too.
 
-    window: positions that a row sees, its own included; None: all.
+    window: positions that a row sees, including itself; None: all.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if rows.paths is not None:
@@ -214,7 +214,7 @@ def note_places(cache: KVCache, rows: Rows) -> None:
 def seen_by(
     tree: Rows | Prompt, rows: int, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """Return the slots that each of so many rows sees, bool [rows, slots], those of padding included."""
+    """Return the slots that each of n rows sees, bool [n, slots], padding included."""
     if isinstance(tree, Prompt):
         return prompt_mask(rows, tree.before, device, window)
     mask = dense(tree, window)

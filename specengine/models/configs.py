@@ -42,9 +42,9 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
     try:
         with torch.device("meta"):
-            made = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-            made.config.return_dict = True  # results are read by name
-            return made
+            model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            model.config.return_dict = True  # results are read by name
+            return model
     except (UnsupportedModelError, *NO_MEMORY):
         raise
     except Exception as error:
@@ -58,9 +58,9 @@ def auto_class(config: PretrainedConfig) -> Any:
 
     UnsupportedModelError where it is neither.
     """
-    own = getattr(config, "auto_map", None) or {}
+    auto_map = getattr(config, "auto_map", None) or {}
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if kind.__name__ in own or type(config) in kind._model_mapping:  # noqa: SLF001
+        if kind.__name__ in auto_map or type(config) in kind._model_mapping:  # noqa: SLF001
             return kind
     raise UnsupportedModelError(
         f"model {config._name_or_path!r}: model type {config.model_type} is no language model of transformers that "
@@ -88,12 +88,12 @@ def why(error: Exception) -> str:
 
 def family_of(config: PretrainedConfig) -> Family:
     """Return the family of a model; UnsupportedModelError where there is none of its type."""
-    known = families.known()
-    if config.model_type not in known:
+    by_type = families.known()
+    if config.model_type not in by_type:
         raise UnsupportedModelError(
-            f"native: model type {config.model_type}, known are {', '.join(known)}"
+            f"native: model type {config.model_type}, known are {', '.join(by_type)}"
         )
-    return known[config.model_type]
+    return by_type[config.model_type]
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -143,22 +143,24 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
 
     key: of the parameters where layers have several, as in families.Place
     """
-    given = (config.rope_parameters[key] if key else config.rope_parameters) or {}
+    parameters = (config.rope_parameters[key] if key else config.rope_parameters) or {}
     config = config_at(config, key) if key else config
-    if (kind := given.get("rope_type", "default")) != "default":
+    if (kind := parameters.get("rope_type", "default")) != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](
             config, "cpu", **({"layer_type": key} if key else {})
         )
         return frequencies.to(torch.float32), float(scale)
-    part = given.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
+    turned_share = (
+        parameters.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
+    )
     family = family_of(config)
-    size = int(family.attention_of(config).turnable(family.shape(config).head_dim) * part)
+    size = int(family.attention_of(config).turnable(family.shape(config).head_dim) * turned_share)
     powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
-    return 1.0 / given["rope_theta"] ** powers, 1.0
+    return 1.0 / parameters["rope_theta"] ** powers, 1.0
 
 
 def window_of(config: Any) -> int | None:
-    """Return the number of tokens, its own included, that a token sees in the layers that slide; None without any."""
+    """Return how many tokens a token sees in the sliding layers, including itself; None without any."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     slides = kinds is None or SLIDING in kinds
     return (
@@ -190,9 +192,13 @@ def refuse_config(config: PretrainedConfig) -> None:
     family = family_of(config)
     activation = _activation(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [given for given in rope.values() if isinstance(given, dict)] or [rope]
+    ropes = [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
     kind = next(
-        (kind for given in ropes if (kind := given.get("rope_type", "default")) not in ROPE_TYPES),
+        (
+            kind
+            for parameters in ropes
+            if (kind := parameters.get("rope_type", "default")) not in ROPE_TYPES
+        ),
         "",
     )
     pad, vocabulary = (
@@ -218,9 +224,9 @@ def refuse_config(config: PretrainedConfig) -> None:
         f"{kind} positions, known are {', '.join(ROPE_TYPES)}": kind,
         "positions on part of a head's channels": not family.attention.partial
         and any(
-            given.get("partial_rotary_factor", 1.0) != 1.0
-            for given in ropes
-            if given.get("rope_type")
+            parameters.get("partial_rotary_factor", 1.0) != 1.0
+            for parameters in ropes
+            if parameters.get("rope_type")
             != "proportional"  # which turns channels that are left out by nothing
         ),
         f"pad_token_id {pad}, its vocabulary has {vocabulary}": not -vocabulary <= pad < vocabulary,
@@ -266,7 +272,11 @@ def context_limit(config: Any) -> int:
 def fixed_context(config: Any) -> str:
     """Return why no text can be longer than `context_limit`; empty where only the model's training says so."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {given.get("rope_type") for given in (rope, *rope.values()) if isinstance(given, dict)}
+    kinds = {
+        parameters.get("rope_type")
+        for parameters in (rope, *rope.values())
+        if isinstance(parameters, dict)
+    }
     table = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     reasons = {
         "its cache forgets what is behind its sliding window": config.model_type in UNMASKED,
@@ -292,11 +302,13 @@ def layers_for(config: PretrainedConfig, number: int) -> tuple[int, ...]:
 def of_few_layers(
     config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]
 ) -> PretrainedConfig:
-    """Return the config of these layers alone, with a vocabulary of so many tokens."""
-    family, given, lists = family_of(config), config.to_dict(), {}
+    """Return the config of these layers alone, with a vocabulary of `vocabulary` tokens."""
+    family, fields, lists = family_of(config), config.to_dict(), {}
     for name in _BY_LAYER:
         # without lists that a config makes of other fields
-        if config.attribute_map.get(name, name) in given and (kinds := getattr(config, name, None)):
+        if config.attribute_map.get(name, name) in fields and (
+            kinds := getattr(config, name, None)
+        ):
             lists[name] = [kinds[number] for number in numbers]
     sizes: dict[str, Any] = {
         family.fields.layers: len(numbers),
@@ -304,14 +316,14 @@ def of_few_layers(
     }
     sizes |= lists | family.alone(config, numbers[-1])
     ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    if (by_layer := given.get("per_layer_config")) is not None:
+    if (by_layer := fields.get("per_layer_config")) is not None:
         sizes["per_layer_config"] = {
             i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)
         }
-    found = type(config).from_dict(given | sizes | ids)
+    reduced = type(config).from_dict(fields | sizes | ids)
     for name, kinds in lists.items():  # of which some classes make others
-        setattr(found, name, kinds)
-    return found
+        setattr(reduced, name, kinds)
+    return reduced
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -338,12 +350,12 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
         else:
             with torch.device("cpu"):
                 factor = getattr(module, "scalar_embed_scale", None)  # of embeddings
-                made = (
+                initialised = (
                     type(module)(config=model.config)
                     if factor is None
                     else type(module)(1, 1, None, factor)
                 )
-            fresh = dict(made.named_buffers(recurse=False))
+            fresh = dict(initialised.named_buffers(recurse=False))
         for key, buffer in fresh.items():
             setattr(module, key, buffer)
     if filled_by_decoder:
@@ -353,8 +365,8 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
 def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, those of all layers included; a tied head has none."""
-    family, own = family_of(config), family_of(config).own_inputs(config)
-    kinds, axes = kinds_of_layers(config), {} if own is None else own.axes
+    family, layer_inputs = family_of(config), family_of(config).own_inputs(config)
+    kinds, axes = kinds_of_layers(config), {} if layer_inputs is None else layer_inputs.axes
     layers, tied = family.layers.transformers, config.tie_word_embeddings
     shapes: dict[str, tuple[int, ...]] = {}
     for kind in dict.fromkeys(kinds):

@@ -64,9 +64,9 @@ class EagleConfig:
     qk_norm              RMSNorm of queries and keys per head, as in Qwen3
     fusion_norm          RMSNorm before EAGLE-3's fusion layer: of each hidden state, or of the whole of them
     norm_before_residual the residual is the normalised input instead of the input itself
-    norm_logits          logits are read behind the final norm
-    norm_recurrent       children read their parent's state behind the final norm
-    sliding_window       positions that a row of the layer sees, its own included; 0: all
+    norm_logits          logits are read after the final norm
+    norm_recurrent       children read their parent's state after the final norm
+    sliding_window       positions that a row of the layer sees, including itself; 0: all
     temperatures         divisors of the logits when the head serves, by depth from the root's children on; the last
                          one also holds below, none changes nothing. They change the probabilities that policies read,
                          not the order of tokens
@@ -110,7 +110,7 @@ class EagleConfig:
         return 1 if self.version == 1 else 3 if self.layer_ids is None else len(self.layer_ids)
 
     def feature_ids(self, layers: int) -> tuple[int, ...]:
-        """Return the hidden states read of a target of `layers` layers; EAGLE-1 reads the one behind the final norm."""
+        """Return the hidden states read of a target of `layers` layers; EAGLE-1 reads the one after the final norm."""
         if self.version == 1:
             return (layers,)
         return default_layer_ids(layers) if self.layer_ids is None else self.layer_ids
@@ -148,10 +148,10 @@ def within(window: int) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = query.shape[-2]
-        seen = (
+        mask = (
             torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
         )
-        return scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+        return scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
 
     return attend
 
@@ -215,7 +215,7 @@ class EagleHead(nn.Module, ABC):
 
 
 class Eagle1Head(EagleHead):
-    """EAGLE-1 and -2, HASS and TALF: predicts the state behind the target's final norm; the target's head reads it."""
+    """EAGLE-1 and -2, HASS and TALF: predicts the state after the target's final norm; the target's head reads it."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -576,7 +576,7 @@ class TorchHead(EagleRunner):
 
 
 class _PromptAttention:
-    """Attention of consecutive rows behind `before` others, whose keys and values go to the cache."""
+    """Attention of consecutive rows that follow `before` others; their keys and values go to the cache."""
 
     def __init__(self, cache: KVCache, before: int, window: int | None) -> None:
         self.slab, self.before, self.window = cache.slab[0], before, window
@@ -632,20 +632,20 @@ def with_appended_tokens(
     Its tokens keep their ids. It reads the appended ones by the target's embeddings, and drafts them only where the
     target's head reads its states.
     """
-    known, size, added = config.vocab_size, target.vocab_size, dict(state)
+    old_size, size, added = config.vocab_size, target.vocab_size, dict(state)
     widened = config.own_embeddings and config.hidden_size != config.target_hidden_size
-    if widened or not known < size <= known + MAX_APPENDED:
+    if widened or not old_size < size <= old_size + MAX_APPENDED:
         return config, added
     if config.own_embeddings:
         table = added["embed_tokens.weight"]
-        rows = target.embed(torch.arange(known, size, dtype=torch.int64, device=target.device)).to(
-            table
-        )
+        rows = target.embed(
+            torch.arange(old_size, size, dtype=torch.int64, device=target.device)
+        ).to(table)
         added["embed_tokens.weight"] = torch.cat([table, rows])
     if config.version == 1 or not config.own_head:
         return replace(config, vocab_size=size, draft_vocab_size=size), added
-    if config.draft_vocab_size == known:
-        added["d2t"] = torch.zeros(known, dtype=torch.int64, device="cpu")
+    if config.draft_vocab_size == old_size:
+        added["d2t"] = torch.zeros(old_size, dtype=torch.int64, device="cpu")
     return replace(config, vocab_size=size), added
 
 
@@ -663,7 +663,7 @@ def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, lay
     """Raise InputError unless the head was made for a target of these sizes."""
     require_sizes((config.target_hidden_size, hidden_size), (config.vocab_size, vocab_size))
     ids = config.feature_ids(layers)
-    # transformers gives the last hidden state behind the final norm, and EAGLE-3 reads states before it
+    # transformers gives the last hidden state after the final norm, and EAGLE-3 reads states before it
     if config.version == 3 and not all(0 <= i < layers for i in ids):
         raise InputError(
             f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {layers} layers has "

@@ -64,16 +64,21 @@ def instruction_set(numerics: str) -> str:
 
     SPECENGINE_CPU names a CPU by one of its sets. Where that has no such products, another set of such a CPU has them.
     """
-    usable, asked = list(extension().instruction_sets(table_of(numerics))), os.environ.get(VARIABLE)
-    known = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
-    if asked and asked not in known:
-        raise BackendError(f"{VARIABLE}: got {asked!r}, accepted on this CPU: {', '.join(known)}")
+    usable, requested = (
+        list(extension().instruction_sets(table_of(numerics))),
+        os.environ.get(VARIABLE),
+    )
+    accepted = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
+    if requested and requested not in accepted:
+        raise BackendError(
+            f"{VARIABLE}: got {requested!r}, accepted on this CPU: {', '.join(accepted)}"
+        )
     if numerics == "float32":
         usable = [name for name in usable if name not in WITH_PAIRS]
     if not usable:
         raise BackendError(f"native: this build has no {numerics} products for this CPU")
-    wanted = (asked, *_ALSO_THERE.get(asked, ())) if asked else ()
-    return next((name for name in wanted if name in usable), usable[0])
+    candidates = (requested, *_ALSO_THERE.get(requested, ())) if requested else ()
+    return next((name for name in candidates if name in usable), usable[0])
 
 
 def table_of(numerics: str) -> str:
@@ -81,14 +86,15 @@ def table_of(numerics: str) -> str:
     return "integer" if numerics == "integer" else "bfloat16"
 
 
-def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
+def numerics_of(numerics: str, dtype: torch.dtype, *, whole: bool) -> str:
     """Return how products are computed: integer, or the name of the model's dtype.
 
-    asked: that, or auto; whole: whether there are weights that integers can stand for. InputError for what is not to be
-    had. By default the instruction set alone decides, no timing, so that a machine's answers stay the same.
+    numerics: integer, a dtype's name, or auto; whole: whether there are weights that integers can stand for. InputError
+    where these products are not available. By default the instruction set alone decides, no timing, so that a machine's
+    answers stay the same.
     """
     floats = str(dtype).removeprefix("torch.")
-    if asked == "auto":
+    if numerics == "auto":
         # AMX's tiles give bfloat16 16 rows for one; portable C++ on x86 emulates fused multiply-adds
         is_faster = (
             whole
@@ -101,15 +107,15 @@ def numerics_of(asked: str, dtype: torch.dtype, *, whole: bool) -> str:
         "numerics",
         f"integer for weights in {floats}",
         "with packed blocks of a GGUF file (dtype auto or bfloat16), or with quantize='int8'",
-        asked != "integer" or whole,
+        numerics != "integer" or whole,
     )
     require(
         "numerics",
-        f"{asked!r} for a model in {floats}",
+        f"{numerics!r} for a model in {floats}",
         f"auto, {floats} or integer",
-        asked in (floats, "integer"),
+        numerics in (floats, "integer"),
     )
-    return asked
+    return numerics
 
 
 def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:

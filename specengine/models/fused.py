@@ -53,12 +53,14 @@ def why_not(model: Any) -> str | None:
         return f"its dtype is {model.dtype}"
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    known: dict[str, Any] = {name: getattr(module, FAMILIES[kind] + name) for name in names}
-    if type(model) is not known["ForCausalLM"]:
-        return f"it is a {type(model).__name__}, not transformers' {known['ForCausalLM'].__name__}"
+    classes: dict[str, Any] = {name: getattr(module, FAMILIES[kind] + name) for name in names}
+    if type(model) is not classes["ForCausalLM"]:
+        return (
+            f"it is a {type(model).__name__}, not transformers' {classes['ForCausalLM'].__name__}"
+        )
     decoder = model.model
     whole = (model, "ForCausalLM"), (decoder, "Model"), (decoder.norm, "RMSNorm")
-    faults = [_fault(part, known[name]) for part, name in whole]
+    faults = [_fault(submodule, classes[name]) for submodule, name in whole]
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
@@ -68,18 +70,18 @@ def why_not(model: Any) -> str | None:
             (mlp, "MLP"),
             *((norm, "RMSNorm") for norm in norms),
         )
-        faults += [_fault(part, known[name]) for part, name in parts]
+        faults += [_fault(submodule, classes[name]) for submodule, name in parts]
         faults += [_fault(mlp.act_fn, *ACTIVATIONS)]
         if any(norm.weight.dtype is not model.dtype for norm in norms):
             faults.append("its norms have another dtype")
     return next((fault for fault in faults if fault), None)
 
 
-def _fault(part: nn.Module, *known: type) -> str:
+def _fault(module: nn.Module, *known: type) -> str:
     """Return what is unknown of a module that would not be called; empty where there is nothing."""
-    if type(part) not in known:
-        return f"it has a {type(part).__name__} where a {known[0].__name__} was expected"
-    return f"a {type(part).__name__} was changed" if is_changed(part) else ""
+    if type(module) not in known:
+        return f"it has a {type(module).__name__} where a {known[0].__name__} was expected"
+    return f"a {type(module).__name__} was changed" if is_changed(module) else ""
 
 
 def _head_norms(attention: nn.Module) -> list[Any]:
@@ -92,31 +94,31 @@ class Products:
     def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
         self._parts = parts
         self.merged = merge and all(
-            type(part) is nn.Linear and not is_changed(part) for part in parts
+            type(layer) is nn.Linear and not is_changed(layer) for layer in parts
         )
         self.merged = (
-            self.merged and len({getattr(part, "bias", None) is None for part in parts}) == 1
+            self.merged and len({getattr(layer, "bias", None) is None for layer in parts}) == 1
         )
         biased = self.merged and parts[0].bias is not None
         self._weight = self._joined("weight") if self.merged else None
         self._bias = self._joined("bias") if biased else None
 
     def _joined(self, name: str) -> Tensor:
-        own: list[Any] = [getattr(part, name) for part in self._parts]
+        tensors: list[Any] = [getattr(layer, name) for layer in self._parts]
         with torch.inference_mode(False), torch.no_grad():
-            joined = torch.cat([tensor.detach() for tensor in own])
-            for part, tensor, place in zip(
-                self._parts, own, joined.split([len(t) for t in own]), strict=True
+            joined = torch.cat([tensor.detach() for tensor in tensors])
+            for layer, tensor, place in zip(
+                self._parts, tensors, joined.split([len(t) for t in tensors]), strict=True
             ):
-                part.register_parameter(
+                layer.register_parameter(
                     name, nn.Parameter(place, requires_grad=tensor.requires_grad)
                 )
         return joined
 
     def __call__(self, states: Tensor) -> Sequence[Tensor]:
         if self._weight is None:
-            return [part(states) for part in self._parts]
-        sizes = [cast(nn.Linear, part).out_features for part in self._parts]
+            return [layer(states) for layer in self._parts]
+        sizes = [cast(nn.Linear, layer).out_features for layer in self._parts]
         return torch.split(linear(states, self._weight, self._bias), sizes, -1)
 
 
@@ -173,17 +175,19 @@ class Fused:
         states = self._decoder.embed_tokens(tokens)
         place = self._place(states, positions, cache, tree)
         residual: Tensor | None = None
-        seen = list[Tensor]()
+        hidden_states = list[Tensor]()
         for layer in self._layers:
             states, residual, entered = self._layer(layer, states, residual, place)
-            seen.append(entered)
+            hidden_states.append(entered)
         normed = self._last(states, residual)
-        seen.append(normed)
-        kept = normed
+        hidden_states.append(normed)
+        kept_states = normed
         if keep is not None:
-            kept = normed[keep] if isinstance(keep, slice) else normed.index_select(0, keep)
-        found = torch.cat([seen[i] for i in features], dim=-1) if features else None
-        return self._model.get_output_embeddings()(kept), found
+            kept_states = normed[keep] if isinstance(keep, slice) else normed.index_select(0, keep)
+        selected_features = (
+            torch.cat([hidden_states[i] for i in features], dim=-1) if features else None
+        )
+        return self._model.get_output_embeddings()(kept_states), selected_features
 
     def _place(
         self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt
@@ -215,7 +219,8 @@ class Fused:
         attention = layer.module.self_attn
         rows, size = len(normed), attention.head_dim
         query, key, value = (
-            part.view(rows, -1, size).transpose(0, 1) for part in layer.projections(normed)
+            projected.view(rows, -1, size).transpose(0, 1)
+            for projected in layer.projections(normed)
         )
         norms = _head_norms(attention)
         eps = norms[0].variance_epsilon if norms else 0.0
@@ -252,13 +257,13 @@ class Fused:
             return f"its modules give {len(hidden)} hidden states"
         place = self._place(hidden[0], positions, cache, tree)
         share, rounding = SHARES[hidden[0].dtype]
-        for layer, given, wanted in zip(self._layers, hidden, hidden[1:], strict=False):
-            added, total, _ = self._layer(layer, given, None, place)
+        for layer, entered, expected in zip(self._layers, hidden, hidden[1:], strict=False):
+            added, total, _ = self._layer(layer, entered, None, place)
             last = layer is self._layers[-1]
-            found = (self._last(added, total) if last else total + added).float()
-            change = wanted.float() if last else wanted.float() - given.float()
+            fused = (self._last(added, total) if last else total + added).float()
+            change = expected.float() if last else expected.float() - entered.float()
             over = (
-                ((found - wanted.float()).abs() - rounding * wanted.float().abs())
+                ((fused - expected.float()).abs() - rounding * expected.float().abs())
                 .clamp_(min=0)
                 .norm()
             )

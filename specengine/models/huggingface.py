@@ -118,7 +118,7 @@ class _ShapeRecorder(Cache):
 
 
 def slab_view(cache: KVCache, tree: Rows | Prompt, rows: int, *, dense: bool) -> _SlabView:
-    """Return the view for a forward of so many rows; dense: of static shapes on no device, as its mask is not."""
+    """Return the view for a forward of `rows` rows; dense: of static shapes on no device, as its mask is not."""
     if isinstance(tree, Prompt):
         return _SlabView(cache, tree.before, rows)
     return (
@@ -243,7 +243,7 @@ class CausalLM:
             self._fuse()
 
     def widen(self, context: int) -> None:
-        """Take in texts of so many tokens, whatever the config says."""
+        """Accept texts of up to `context` tokens, whatever the config says."""
         self.widest = context
         self.max_context = max(self.max_context, context)
 
@@ -309,8 +309,8 @@ class CausalLM:
             return
         try:
             if reason is None:
-                made = fused.Fused(self._twin.modules, merge=self._watch is None)
-                reason = self._difference(made)
+                fused_layers = fused.Fused(self._twin.modules, merge=self._watch is None)
+                reason = self._difference(fused_layers)
         except (SpecEngineError, *NO_MEMORY):
             raise
         except Exception as error:  # of a compiler, a driver, or modules of another transformers
@@ -318,11 +318,11 @@ class CausalLM:
         if reason:
             self.layers_note = f"layers: not fused, {reason}"
         else:
-            self._runner = made
+            self._runner = fused_layers
 
     @torch.inference_mode()
-    def _difference(self, made: fused.Fused) -> str:
-        """Run a few tokens and a tree behind them through the modules and the fused layers; return what differs."""
+    def _difference(self, fused_layers: fused.Fused) -> str:
+        """Run a few tokens and a tree after them through the modules and the fused layers; return what differs."""
         cache, count = self.new_cache(2 * TRIED), TRIED // 2
         tokens = torch.arange(TRIED, device=self.device, dtype=torch.int64) * 13 % self.vocab_size
         positions = torch.arange(count, device=self.device, dtype=torch.int64)
@@ -333,23 +333,23 @@ class CausalLM:
         self._note_places(cache, rows)
         prompt = tokens[:count], positions, _SlabView(cache, 0, count), Prompt(0)
         tree = rows.tokens, rows.positions, _PaddedSlabView(cache, rows), rows
-        for start, (given, places, view, seen) in ((0, prompt), (count, tree)):
+        for start, (ids, places, view, visibility) in ((0, prompt), (count, tree)):
             cache.length = start
             arguments = {
                 "attention_mask": self._twin.dummy_mask,
-                "tree": seen,
+                "tree": visibility,
                 "output_hidden_states": True,
             }
             out = self._twin.modules(
-                input_ids=given[None],
+                input_ids=ids[None],
                 position_ids=places[None],
                 past_key_values=view,
                 use_cache=True,
                 **arguments,
             )
             cache.slab[:, :, :, start : start + count] = 0.0
-            if reason := made.difference(
-                [states[0] for states in out.hidden_states], places, cache, seen
+            if reason := fused_layers.difference(
+                [states[0] for states in out.hidden_states], places, cache, visibility
             ):
                 return reason
         return ""
@@ -431,8 +431,8 @@ class CausalLM:
 
         Returns logits, [rows, vocabulary], of the last token or of all, if any, and the features of all, as `forward`.
         """
-        found: list[Tensor] = []
-        seen: list[Tensor] = []
+        logit_pieces: list[Tensor] = []
+        feature_pieces: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
             piece = torch.tensor(
                 tokens[first : first + PREFILL_ROWS], device=self.device, dtype=torch.int64
@@ -452,11 +452,11 @@ class CausalLM:
             )
             cache.length = length + rows
             self.seconds += time.perf_counter() - began
-            found = [*found, rated] if logits == "all" else [rated[-1:]]
+            logit_pieces = [*logit_pieces, rated] if logits == "all" else [rated[-1:]]
             if states is not None:
-                seen.append(states)
-        given = torch.cat(found) if found and logits != "none" else None
-        return given, torch.cat(seen) if seen else None
+                feature_pieces.append(states)
+        all_logits = torch.cat(logit_pieces) if logit_pieces and logits != "none" else None
+        return all_logits, torch.cat(feature_pieces) if feature_pieces else None
 
     def forward(
         self,
@@ -469,7 +469,7 @@ class CausalLM:
         """Return the logits of the rows, [n, vocabulary], or of row `one`, int64 [1], and all features, in the model's
         dtype. Positions past the context end are clamped: such rows can never be committed.
 
-        features: indices of transformers' `hidden_states` (i: what layer i reads, 0-based; the last: behind the final
+        features: indices of transformers' `hidden_states` (i: what layer i reads, 0-based; the last: after the final
         norm), given side by side as [n, len(features) * hidden size], or None where there are none.
 
         On another device than a CPU all shapes are static and nothing is read by the host, so it can be captured.
@@ -477,9 +477,9 @@ class CausalLM:
         began = time.perf_counter()
         self._note_places(cache, rows)
         positions = rows.positions.clamp(max=self.max_context - 1)
-        found = self._runner.run(rows.tokens, positions, cache, rows, features, one)
+        outputs = self._runner.run(rows.tokens, positions, cache, rows, features, one)
         self.seconds += time.perf_counter() - began
-        return found
+        return outputs
 
     def require_capture(self) -> None:
         """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
@@ -534,17 +534,17 @@ class CausalLM:
         recorder = _ShapeRecorder()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._twin.modules(input_ids=token, past_key_values=recorder, use_cache=True)
-        found = [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
-        if not found:
+        shapes = [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
+        if not shapes:
             raise NoTreesError(f"{model_name(self.model)}: it has no cache of keys and values")
-        stored = {shape[3:] for shape in found}
-        if len(stored) != 1 or sorted(recorder.shapes) != list(range(len(found))):
+        stored = {shape[3:] for shape in shapes}
+        if len(stored) != 1 or sorted(recorder.shapes) != list(range(len(shapes))):
             raise NoTreesError(
                 f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
                 f"({sorted(map(str, stored))}); one dtype and device for all layers is needed"
             )
         ((dtype, _),) = stored
-        return CacheLayout.of([shape[:3] for shape in found], dtype, self.device)
+        return CacheLayout.of([shape[:3] for shape in shapes], dtype, self.device)
 
     def _tree_fault(self) -> str | None:
         # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
@@ -568,17 +568,17 @@ class CausalLM:
         """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""
         if self._twin.dense:
             return None
-        seen = Prompt(0)
+        prompt = Prompt(0)
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        given = {"attention_mask": self._twin.dummy_mask, "tree": seen}
+        arguments = {"attention_mask": self._twin.dummy_mask, "tree": prompt}
         self._twin.modules(
-            input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **given
+            input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **arguments
         )
-        kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(seen.windows)
-        wanted = [self._twin.window if kind == SLIDING else None for kind in kinds]
+        kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(prompt.windows)
+        expected = [self._twin.window if kind == SLIDING else None for kind in kinds]
         return (
             None
-            if seen.windows == wanted
+            if prompt.windows == expected
             else "its layers do not hand their windows to the attention"
         )
 
@@ -665,8 +665,8 @@ class HuggingFaceTarget(CachedTarget):
             return self.lm.forward(rows, self.cache, self._features)
         firsts, most = range(0, len(rows), self.strict_rows), self.strict_rows
         pieces = [rows.strict_piece(first, most, padded=self.captured) for first in firsts]
-        found = [self.lm.forward(piece, self.cache, self._features) for piece in pieces]
-        logits, features = zip(*found, strict=True)
+        outputs = [self.lm.forward(piece, self.cache, self._features) for piece in pieces]
+        logits, features = zip(*outputs, strict=True)
         return torch.cat(logits)[: len(rows)], torch.cat(features)[
             : len(rows)
         ] if self._features else None
@@ -724,10 +724,15 @@ def _same_bits(
 def _siblings(lm: CausalLM, cache: KVCache, tokens: Tensor, padded: bool) -> Tensor:
     """Return the logits of `tokens`, each as the next token after the cached ones."""
     count, filled = len(tokens), cache.filled
-    own = ops.own_bits(count, filled.device)
+    own_words = ops.own_bits(count, filled.device)
     positions, live = torch.full_like(tokens, cache.length), torch.full_like(filled, count)
     rows = Rows(
-        tokens.to(filled.device), positions.to(filled.device), own, filled.long(), filled, live
+        tokens.to(filled.device),
+        positions.to(filled.device),
+        own_words,
+        filled.long(),
+        filled,
+        live,
     )
     piece = rows.strict_piece(0, PADDED_ROWS if padded else count, padded=padded)
     return lm.forward(piece, cache)[0][:count]

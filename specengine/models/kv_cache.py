@@ -101,7 +101,7 @@ class KVCache:
         return sum(slab.nbytes for slab in self.slabs) // self.capacity
 
     def bytes_of(self, slots: int) -> int:
-        """Return the bytes that it takes with room for so many slots; those that it has if there are more."""
+        """Return the bytes of the cache with room for `slots` slots, or for those that it has if these are more."""
         return self.nbytes + max(0, rounded(slots) - self.capacity) * self.slot_bytes
 
     def copy_from(self, other: KVCache, count: int) -> None:
@@ -117,7 +117,7 @@ class KVCache:
         self._resize(1)
 
     def reach(self, length: int) -> int:
-        """Return how many slots are left behind `crop(length)`, where fewer than that may be kept."""
+        """Return how many slots `crop(length)` leaves; it may keep fewer than asked for."""
         return length
 
     def mark(self) -> None:
@@ -180,8 +180,8 @@ class KVCache:
 class HybridCache(KVCache):
     """Keys and values of the layers that have attention, and `memory` of a decoder, the states of the others.
 
-    A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: slots behind the last
-    forward's root, or those up to the last `mark`, or none.
+    A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: slots up to the last
+    forward's root or after it, those up to the last `mark`, or none.
     """
 
     @property
@@ -196,10 +196,10 @@ class HybridCache(KVCache):
 
     def crop(self, length: int) -> None:
         """Forget everything from slot `reach(length)` on."""
-        kept = self.reach(length)
+        end = self.reach(length)
         super().crop(length)
         self.memory.crop(length)
-        self.length = kept
+        self.length = end
 
     def keep(self, path: Nodes) -> None:
         self.memory.keep(self.length, path.ids, int(path.live))
@@ -213,7 +213,7 @@ def of_shape(rows: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def rounded(capacity: int) -> int:
-    """Return how many slots a cache of at least so many has."""
+    """Return the capacity of a cache that needs at least this many slots."""
     return -(-capacity // GRANULE) * GRANULE
 
 
@@ -223,12 +223,12 @@ class Rows:
 
     tokens, positions  int64 [n]
     words              int64 [n, w], bit j % 64 of word j // 64: the row sees slot prefix + j
-    slot               int64 [1], the cache slot of the first row; the others take those behind it
+    slot               int64 [1], the cache slot of the first row; the others take the slots after it
     prefix, live       int32 [1]: slots that every row sees; rows from `live` on are padding
     paths              None unless attention is strict
     places             int64 [slots or more], the positions of slots; None where no window is shorter than the text
 
-    Keys and values of padding go to the slots behind those of the other rows. Its results mean nothing.
+    Keys and values of padding go to the slots after those of the other rows. Its results mean nothing.
     """
 
     tokens: Tensor
@@ -247,9 +247,9 @@ class Rows:
 
     @classmethod
     def of(cls, tree: TokenTree, filled: Tensor) -> Rows:
-        """Return a tree's rows behind the `filled` slots of a cache, int32 [1] on the device of the rows."""
-        given = tree.tokens, tree.depths, tree.ancestors, tree.size
-        tokens, depths, words, live = (array.to(filled.device) for array in given)
+        """Return a tree's rows, which follow the `filled` slots of a cache, int32 [1] on the device of the rows."""
+        tree_tensors = tree.tokens, tree.depths, tree.ancestors, tree.size
+        tokens, depths, words, live = (array.to(filled.device) for array in tree_tensors)
         return cls(tokens, depths + filled, words, filled.long(), filled, live)
 
     def __len__(self) -> int:
@@ -257,14 +257,14 @@ class Rows:
 
     @property
     def seen(self) -> Tensor:
-        """Return int32 [1]: the number of slots behind the prefix, those of the rows included."""
+        """Return int32 [1]: the number of slots after the prefix, those of the rows included."""
         if self._seen is None:
             self._seen = (self.slot - self.prefix + self.live).int()
         return self._seen
 
     @property
     def end(self) -> int:
-        """Return the slot behind those of the rows; synchronises with a device."""
+        """Return the slot after those of the rows; synchronises with a device."""
         return int(self.slot) + int(self.live)
 
     def mask(self) -> Tensor | None:
@@ -283,9 +283,9 @@ class Rows:
         return self._mask
 
     def strict_piece(self, first: int, count: int, *, padded: bool = False) -> Rows:
-        """Return up to `count` rows from `first` on, or exactly so many if `padded`, for strict attention in order."""
-        part = slice(first, first + count)
-        arrays = self.tokens[part], self.positions[part], self.words[part]
+        """Return up to `count` rows from `first` on, or exactly `count` if `padded`, for strict attention in order."""
+        piece = slice(first, first + count)
+        arrays = self.tokens[piece], self.positions[piece], self.words[piece]
         if padded and (missing := count - len(arrays[0])):
             arrays = tuple(torch.cat([a, a.new_zeros(missing, *a.shape[1:])]) for a in arrays)  # type: ignore[assignment]
         live = (self.live - first).clamp(0, count)
@@ -293,7 +293,7 @@ class Rows:
 
 
 def words_for(slots: int) -> int:
-    """Return the number of words that have bits for so many slots."""
+    """Return the number of words that hold a bit for each slot."""
     return -(-slots // WORD_BITS)
 
 
@@ -346,7 +346,7 @@ class LanguageModel(Protocol):
         """Return the number of decoder layers; `layers` + 1 hidden states can be asked for."""
 
     def widen(self, context: int) -> None:
-        """Take in texts of so many tokens, whatever the config says."""
+        """Accept texts of up to `context` tokens, whatever the config says."""
 
     def require_same(self) -> None:
         """Raise UnsupportedModelError where a loaded model has changed in more than it can take in."""
@@ -355,7 +355,7 @@ class LanguageModel(Protocol):
         """Take in weights that were changed; UnsupportedModelError as `require_same`."""
 
     def new_cache(self, capacity: int) -> KVCache:
-        """Return an empty cache with room for so many tokens."""
+        """Return an empty cache with room for `capacity` tokens."""
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """Make ready for `features=ids`; UnsupportedModelError where there are no such hidden states."""

@@ -75,9 +75,9 @@ class Watch:
 
     def changed(self) -> str:
         """Return the first thing that is not as it was, numbers apart; empty where there is none."""
-        seen, reading = iter(self._seen), _Reading(dict(self._configs))
+        recorded, reading = iter(self._seen), _Reading(dict(self._configs))
         for name, module in self._model.named_modules():
-            was = next(seen, None)
+            was = next(recorded, None)
             if (
                 was is None
                 or was.name != name
@@ -87,15 +87,17 @@ class Watch:
                 return f"module {name or type(module).__name__}"
             values = tuple(vars(module).values())
             same = len(values) == len(was.values) and all(map(operator.is_, values, was.values))
-            known = was.loose if same else was.facts
-            now = reading.facts(name, module, known if same else vars(module))
-            if now != known:
+            expected = was.loose if same else was.facts
+            now = reading.facts(name, module, expected if same else vars(module))
+            if now != expected:
                 differing = min(
-                    own for own in now.keys() | known.keys() if now.get(own) != known.get(own)
+                    attribute
+                    for attribute in now.keys() | expected.keys()
+                    if now.get(attribute) != expected.get(attribute)
                 )
                 return f"{name}.{differing}" if name else differing
             was.values = values
-        if (gone := next(seen, None)) is not None:
+        if (gone := next(recorded, None)) is not None:
             return f"module {gone.name}"
         return "" if reading.settings() == self._settings else "config"
 
@@ -111,48 +113,51 @@ class Watch:
 @torch.no_grad()
 def checksums(tensors: list[Tensor]) -> list[Any]:
     """Return a value for each tensor that changes whenever one of its numbers does, with all but certainty."""
-    found: list[Any] = []
+    sums: list[Any] = []
     for tensor in tensors:
         if is_plain(tensor) and is_built():
-            given = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-            found.append(extension().checksum(given, thread_count()))
+            contiguous = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+            sums.append(extension().checksum(contiguous, thread_count()))
         else:
             parts = _numbers_of(tensor)
-            found.append(object() if parts is None else tuple(_checksum(part) for part in parts))
-    return _read(found)
+            sums.append(object() if parts is None else tuple(_checksum(dense) for dense in parts))
+    return _read(sums)
 
 
-def _read(found: list[Any]) -> list[Any]:
+def _read(values: list[Any]) -> list[Any]:
     """Return the values with their tensors as numbers; a device is waited for once."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for part in (
-        part
-        for value in found
+    for scalar in (
+        scalar
+        for value in values
         if isinstance(value, tuple)
-        for part in value
-        if isinstance(part, Tensor)
+        for scalar in value
+        if isinstance(scalar, Tensor)
     ):
-        by_device.setdefault(part.device, []).append(part)
+        by_device.setdefault(scalar.device, []).append(scalar)
     numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
     return [
-        tuple(next(numbers[part.device]) if isinstance(part, Tensor) else part for part in value)
+        tuple(
+            next(numbers[scalar.device]) if isinstance(scalar, Tensor) else scalar
+            for scalar in value
+        )
         if isinstance(value, tuple)
         else value
-        for value in found
+        for value in values
     ]
 
 
 def _numbers_of(tensor: Tensor) -> list[Tensor] | None:
     """Return the dense tensors that make up this one; None if they cannot be read."""
     if type(tensor) in (Tensor, nn.Parameter):
-        known = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-        return [tensor.detach().resolve_neg().resolve_conj()] if known else None
+        readable = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+        return [tensor.detach().resolve_neg().resolve_conj()] if readable else None
     try:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [_numbers_of(getattr(tensor, name)) for name in names]
     except Exception:  # another's class, which may raise anything
         return None
-    return None if None in parts else [part for found in parts for part in found or ()]
+    return None if None in parts else [dense for group in parts for dense in group or ()]
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -179,8 +184,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     parts = table.sum(0), table.sum(1), numbers[whole:].to(torch.int64)
     weights = _odd_numbers(max(map(len, parts)), tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for salt, part in enumerate(parts, start=1):
-        mixed = (part + salt) * weights[: len(part)]
+    for salt, bits in enumerate(parts, start=1):
+        mixed = (bits + salt) * weights[: len(bits)]
         total = total + (mixed ^ (mixed >> 29)).sum()
     return total
 
@@ -190,12 +195,12 @@ _odd: dict[torch.device, Tensor] = {}
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """Return so many odd numbers, int64, the same ones for any count."""
-    known = _odd.get(device)
-    if known is None or len(known) < count:
+    """Return `count` odd numbers, int64; a larger count begins with the same ones."""
+    numbers = _odd.get(device)
+    if numbers is None or len(numbers) < count:
         places = torch.arange(max(count, _COLUMNS), dtype=torch.int64, device=device).mul_(2)
-        known = _odd[device] = places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)
-    return known
+        numbers = _odd[device] = places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)
+    return numbers
 
 
 def _kind(module: nn.Module) -> tuple[type, Any]:
@@ -216,31 +221,35 @@ class _Reading:
 
     def part(self, name: str, module: nn.Module) -> _Part:
         facts = self.facts(name, module, vars(module))
-        tables = {own: fact for own, fact in facts.items() if own in _TABLES or type(fact) is list}
+        tables = {
+            attribute: fact
+            for attribute, fact in facts.items()
+            if attribute in _TABLES or type(fact) is list
+        }
         return _Part(name, module, _kind(module), tuple(vars(module).values()), facts, tables)
 
     def facts(self, name: str, module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for own in names:
-            value = vars(module)[own]
-            if own == "_parameters":
-                found[own] = [
+        facts: dict[str, Any] = {}
+        for attribute in names:
+            value = vars(module)[attribute]
+            if attribute == "_parameters":
+                facts[attribute] = [
                     self._weight(name, *item) for item in value.items() if item[1] is not None
                 ]
-            elif own == "_buffers":
-                found[own] = [
+            elif attribute == "_buffers":
+                facts[attribute] = [
                     self._buffer(module, *item) for item in value.items() if item[1] is not None
                 ]
-            elif own in _HOOKS:
-                found[own] = [
+            elif attribute in _HOOKS:
+                facts[attribute] = [
                     id(hook)
                     for hook in value.values()
                     if getattr(hook, "__module__", None) != RECORDING
                 ]
                 self.kept += value.values()
-            elif own not in _WITHOUT_EFFECT and not _changes_itself(module, own):
-                found[own] = self._frozen(value)
-        return found
+            elif attribute not in _WITHOUT_EFFECT and not _changes_itself(module, attribute):
+                facts[attribute] = self._frozen(value)
+        return facts
 
     def _weight(self, module: str, name: str, weight: Tensor) -> Any:
         owner = self._owners.setdefault(
@@ -290,16 +299,16 @@ class _Reading:
 
     def settings(self) -> dict[int, Any]:
         """Return what all configs say that are known, and those in them."""
-        found: dict[int, Any] = {}
-        while waiting := [key for key in self.configs if key not in found]:
+        facts: dict[int, Any] = {}
+        while waiting := [key for key in self.configs if key not in facts]:
             for key in waiting:
-                said = vars(self.configs[key]).items()
-                found[key] = [
+                entries = vars(self.configs[key]).items()
+                facts[key] = [
                     (name, self._frozen(value))
-                    for name, value in said
+                    for name, value in entries
                     if name not in _WITHOUT_EFFECT
                 ]
-        return found
+        return facts
 
 
 def _changes_itself(module: nn.Module, name: str) -> bool:
@@ -334,8 +343,8 @@ class ModelSource(Source):
         return {name: tuple(weight.shape) for name, weight in stored_tensors(self._model)}
 
     def tensor(self, name: str) -> Tensor:
-        module, _, own = name.rpartition(".")
-        return cast(Tensor, getattr(self._model.get_submodule(module), own)).detach()
+        module, _, attribute = name.rpartition(".")
+        return cast(Tensor, getattr(self._model.get_submodule(module), attribute)).detach()
 
     def model(self) -> PreTrainedModel:
         return self._model
@@ -370,7 +379,7 @@ class ModelSource(Source):
         positions: Tensor,
         ids: tuple[int, ...],
         embeddings: Tensor,
-        own: Tensor | None,
+        layer_inputs: Tensor | None,
     ) -> list[Tensor]:
-        del embeddings, own
+        del embeddings, layer_inputs
         return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])

@@ -30,10 +30,10 @@ def switches(config: Any) -> bool:
         rope.get("original_max_position_embeddings"),
         getattr(config, "max_position_embeddings", None),
     )
-    known = (
+    supported = (
         hasattr(config, "original_max_position_embeddings") and rope.get("rope_type") == LONG_ROPE
     )
-    return known and first is not None and context is not None and int(first) < int(context)
+    return supported and first is not None and context is not None and int(first) < int(context)
 
 
 class LongRopeLM(CausalLM):
@@ -47,19 +47,19 @@ class LongRopeLM(CausalLM):
         self.max_context = int(self.config.max_position_embeddings)
 
     def _own_twin(self) -> PreTrainedModel:
-        made = super()._own_twin()
+        twin = super()._own_twin()
         self._rotaries: list[tuple[Tensor, Tensor, Tensor]] = []
-        for part in made.modules():
-            if vars(part).get("rope_type") == LONG_ROPE:
-                config: Any = part.config
+        for module in twin.modules():
+            if vars(module).get("rope_type") == LONG_ROPE:
+                config: Any = module.config
                 first = config.rope_parameters["original_max_position_embeddings"]
-                short = part.original_inv_freq.clone()
+                short = module.original_inv_freq.clone()
                 far, _ = ROPE_INIT_FUNCTIONS[LONG_ROPE](config, short.device, seq_len=first + 1)
-                part._buffers["inv_freq"] = used = short.clone()
+                module._buffers["inv_freq"] = used = short.clone()
                 # the twin's alone: its forward leaves the buffer as it is
-                part.__dict__["rope_type"] = "default"
+                module.__dict__["rope_type"] = "default"
                 self._rotaries.append((used, short, far.to(short.dtype)))
-        return made
+        return twin
 
     def use(self, *, long: bool) -> None:
         """Choose the frequencies of the forwards to come."""
@@ -75,13 +75,13 @@ class LongRopeTarget(HuggingFaceTarget):
     _long = False  # the frequencies of the keys in the cache
 
     def cached(self, tokens: list[int]) -> int:
-        found = super().cached(tokens)
-        return found if self._long == self._passes(len(tokens)) else 0
+        reusable = super().cached(tokens)
+        return reusable if self._long == self._passes(len(tokens)) else 0
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        kept = self.cached(tokens) if keep is None else keep
+        reused = self.cached(tokens) if keep is None else keep
         self._choose(long=self._passes(len(tokens)))
-        return super().prefill(tokens, kept)
+        return super().prefill(tokens, reused)
 
     def rate(self, tokens: list[int]) -> Tensor:
         if not self.tokens:
@@ -102,9 +102,9 @@ class LongRopeTarget(HuggingFaceTarget):
             logits = logits.masked_fill(beyond.to(logits.device)[:, None], math.nan)
         return logits, features
 
-    def _passes(self, known: int) -> bool:
-        """Return whether the token behind so many others is beyond the original context."""
-        return known >= self.lm.original
+    def _passes(self, length: int) -> bool:
+        """Return whether the token at position `length` is beyond the original context."""
+        return length >= self.lm.original
 
     def _choose(self, *, long: bool) -> None:
         self._long = long

@@ -25,13 +25,13 @@ from specengine.models.weights import TINY_VOCABULARY, Source
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 _OWN = re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)")
-_NAMES = {  # outside of the blocks: Qwen's behind `mtp.`
+_NAMES = {  # outside of the blocks: Qwen's, after `mtp.`
     "fc": "fc",
     "pre_fc_norm_embedding": "embedding_norm",
     "pre_fc_norm_hidden": "hidden_norm",
     "norm": "norm",
 }
-_NAMES_IN_LAYERS = {  # DeepSeek's behind the number of a layer beyond the last one, Nemotron's behind `mtp.layers.0.`
+_NAMES_IN_LAYERS = {  # DeepSeek's, after the number of a layer beyond the last; Nemotron's, after `mtp.layers.0.`
     "eh_proj": "fc",
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",
@@ -47,13 +47,17 @@ def parts_in(names: Collection[str], layers: int) -> set[str]:
 
     A layer beyond the last one is a head if it joins a state with an embedding; else it is one that the config lacks.
     """
-    found, inside = {name for name in names if name.startswith("mtp.")}, dict[int, list[str]]()
+    head_names, inside = {name for name in names if name.startswith("mtp.")}, dict[int, list[str]]()
     for name in names:
         match = _LAYER.fullmatch(name)
         if match is not None and int(match[1]) >= layers:
             inside.setdefault(int(match[1]), []).append(name)
-    return found.union(
-        *(own for own in inside.values() if any(mark in name for name in own for mark in _MARKS))
+    return head_names.union(
+        *(
+            layer_names
+            for layer_names in inside.values()
+            if any(mark in name for name in layer_names for mark in _MARKS)
+        )
     )
 
 
@@ -62,20 +66,20 @@ def names_in_head(names: Collection[str], layers: int, blocks: int = 1) -> dict[
 
     blocks: of the head; of several, each has its number in the names.
     """
-    found = {}
+    names_in_layer = {}
     for name in parts_in(names, layers):
-        own = _OWN.fullmatch(name)
-        if (match := own or _LAYER.fullmatch(name)) is None:
+        with_prefix = _OWN.fullmatch(name)
+        if (match := with_prefix or _LAYER.fullmatch(name)) is None:
             continue
         number, inside = match.groups()
-        block = 0 if number is None else int(number) - (0 if own else layers)
+        block = 0 if number is None else int(number) - (0 if with_prefix else layers)
         module, _, kind = inside.rpartition(".")
         if block >= blocks or module in _SHARED:
             continue
         outside = (_NAMES if number is None else _NAMES_IN_LAYERS).get(module)
         above = "block" if blocks == 1 else f"block.{block}"
-        found[name] = f"{above}.{inside}" if outside is None else f"{outside}.{kind}"
-    return found
+        names_in_layer[name] = f"{above}.{inside}" if outside is None else f"{outside}.{kind}"
+    return names_in_layer
 
 
 def blocks_of(config: PretrainedConfig) -> list[str]:
@@ -87,7 +91,7 @@ def blocks_of(config: PretrainedConfig) -> list[str]:
 
 
 class Blocks(nn.ModuleList):
-    """Several blocks of a head, one behind another."""
+    """Several blocks of a head, run in sequence."""
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
         for block in self:
@@ -142,8 +146,8 @@ def of_head(config: PretrainedConfig) -> PretrainedConfig:
 class MtpHead(DraftHead):
     """Run an MTP head over a cache of its own.
 
-    Row i pairs the target's state behind its final norm at position i with token i + 1, at that token's position. Its
-    state, behind the head's norm, is read by the target's vocabulary head, and by the rows of its children.
+    Row i pairs the target's state after its final norm at position i with token i + 1, at that token's position. Its
+    state, after the head's norm, is read by the target's vocabulary head, and by the rows of its children.
 
     net: with its weights; target: the model that it was stored with. UnsupportedModelError where the layer does not
     run over a cache of keys and values.
@@ -176,16 +180,16 @@ class MtpHead(DraftHead):
         features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         hidden = (states if features is None else features).index_select(0, sources)
-        found = self._run(hidden, rows.tokens, rows.positions, rows)
-        found = found if one is None else found.index_select(0, one)
-        return self._target.head(found), found
+        states_out = self._run(hidden, rows.tokens, rows.positions, rows)
+        states_out = states_out if one is None else states_out.index_select(0, one)
+        return self._target.head(states_out), states_out
 
     def _inputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return what the block reads of states and tokens, [rows, hidden size]."""
         net, embeddings = self.module, self._target.embed(tokens).to(self.dtype)
         normed = net.embedding_norm(embeddings), net.hidden_norm(hidden.to(self.dtype))
-        found: Tensor = net.fc(torch.cat(normed, dim=-1))
-        return found
+        projected: Tensor = net.fc(torch.cat(normed, dim=-1))
+        return projected
 
     def _run(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, tree: Rows | Prompt
@@ -293,7 +297,7 @@ class NativeMtpHead(MtpHead):
     ) -> Tensor:
         inputs = self._inputs(hidden, tokens).float().contiguous()
         at = (positions + 1).clamp(max=self._last)
-        seen: tuple[int, int, Tensor | None] = self.cache.length, self.cache.length, None
+        visible: tuple[int, int, Tensor | None] = self.cache.length, self.cache.length, None
         if isinstance(tree, Rows):
-            seen = int(tree.slot), int(tree.prefix), tree.words
-        return self._lm.run_from(inputs, at, self.cache, seen).to(self.dtype)
+            visible = int(tree.slot), int(tree.prefix), tree.words
+        return self._lm.run_from(inputs, at, self.cache, visible).to(self.dtype)

@@ -1,6 +1,6 @@
 """A causal language model of a known family on the C++ forward of csrc/cpu: one call runs all layers over tree rows.
 
-A row's results depend on the row and on what it sees, not on the rows beside it: the same bits in every tree and in
+A row's results depend on the row and on what it sees, not on the rest of its batch: the same bits in every tree and in
 plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 """
 
@@ -64,9 +64,9 @@ from specengine.ops.tree import TokenTree
 # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PREFILL_ROWS = 512
 LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
-# Distance of hidden states from the model's own, as a share of their length: rounding stays far below. Behind the first
-# layer, and behind all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
-# than another rotary base would in some models: beside these limits the first layer is tried in float32.
+# Distance of hidden states from the model's own, as a share of their length: rounding stays far below. After the first
+# layer, and after all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
+# than another rotary base would in some models: so the first layer is also checked in float32.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1}
 TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
 TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
@@ -122,7 +122,7 @@ class NativeLM:
         return self.source.model()
 
     def widen(self, context: int) -> None:
-        """Take in texts of so many tokens, whatever the config says."""
+        """Accept texts of up to `context` tokens, whatever the config says."""
         self.max_context = max(self.max_context, context)
 
     @property
@@ -202,17 +202,19 @@ class NativeLM:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return token embeddings, float32 [rows, hidden size]."""
-        found = torch.empty(tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu")
-        self.packing.decoder.embedding(tokens.contiguous(), found)
-        return found
+        embeddings = torch.empty(
+            tokens.shape[0], self.shape.hidden, dtype=torch.float32, device="cpu"
+        )
+        self.packing.decoder.embedding(tokens.contiguous(), embeddings)
+        return embeddings
 
     def _embed_own(self, tokens: Tensor) -> Tensor | None:
         """Return the embeddings that are inputs of single layers, float32 [rows, layers * size], if there are any."""
         if not (width := self.packing.decoder.own_channels):
             return None
-        found = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
-        self.packing.decoder.own_embedding(tokens.contiguous(), found)
-        return found
+        embeddings = torch.empty(tokens.shape[0], width, dtype=torch.float32, device="cpu")
+        self.packing.decoder.own_embedding(tokens.contiguous(), embeddings)
+        return embeddings
 
     def extend(
         self,
@@ -254,9 +256,11 @@ class NativeLM:
         logits = torch.empty(
             live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu"
         )
-        seen = int(rows.slot), int(rows.prefix), rows.words[:live]
+        visible = int(rows.slot), int(rows.prefix), rows.words[:live]
         tokens, positions = rows.tokens[:live], rows.positions[:live]
-        batch = RowBatch(self, tokens, positions, cache, seen, features, logits if live else None)
+        batch = RowBatch(
+            self, tokens, positions, cache, visible, features, logits if live else None
+        )
         self.run(batch)
         return logits, batch.states
 
@@ -310,13 +314,13 @@ class NativeLM:
         inputs: Tensor,
         positions: Tensor,
         cache: KVCache,
-        seen: tuple[int, int, Tensor | None],
+        visible: tuple[int, int, Tensor | None],
     ) -> Tensor:
         """Run rows of states, float32 [rows, hidden size], in the place of embeddings, as `run` does.
 
-        Returns those behind the final norm, as large. Layers have no states or inputs of their own.
+        Returns the states after the final norm, of the same shape. Layers have no states or inputs of their own.
         """
-        start, prefix, words = seen
+        start, prefix, words = visible
         states = torch.empty_like(inputs)
         with self._turn:
             self.packing.decoder.forward_from(
@@ -452,7 +456,7 @@ class NativeLM:
         spent, whole = self.seconds, source.own_modules
         layers = self.layers if whole else source.tried
         tokens, positions = self._checked_rows()
-        # behind the first layer, and the final norm
+        # after the first layer, and after the final norm
         ids = tuple(sorted({1, layers})) if whole else (self.layers,)
         batch = RowBatch(
             self, tokens, positions, self.new_cache(len(tokens)), (0, 0, None), features=ids
@@ -461,10 +465,10 @@ class NativeLM:
         ours = cast(Tensor, batch.states)
         theirs = source.states(tokens, positions, ids, self.embed(tokens), self._embed_own(tokens))
         self.seconds = spent
-        for layer, own, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
+        for layer, computed, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             limit = self._tolerance(last=whole and layer == layers > 1)
             dim = -1 if self._amplifies else None  # then the distance of most tokens counts
-            distance = float(((own - other).norm(dim=dim) / other.norm(dim=dim)).median())
+            distance = float(((computed - other).norm(dim=dim) / other.norm(dim=dim)).median())
             if not distance <= limit:
                 raise UnsupportedModelError(
                     f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of "
@@ -501,13 +505,13 @@ def from_model(
     Engines that share a loaded model share its packed weights as well, for as long as one of them lives.
     """
     refuse_loaded(model)
-    known = _from_models.setdefault(model, WeakValueDictionary())
+    packed = _from_models.setdefault(model, WeakValueDictionary())
     numerics = numerics_of(numerics, model.dtype, whole=quantize is not None)
-    found = known.get((quantize, numerics, instruction_set(numerics)))
-    if found is None or found.source.changed():
-        found = NativeLM(ModelSource(model), quantize=quantize, numerics=numerics)
-        known[quantize, numerics, found.instruction_set] = found
-    return found
+    lm = packed.get((quantize, numerics, instruction_set(numerics)))
+    if lm is None or lm.source.changed():
+        lm = NativeLM(ModelSource(model), quantize=quantize, numerics=numerics)
+        packed[quantize, numerics, lm.instruction_set] = lm
+    return lm
 
 
 _from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = (
@@ -539,7 +543,7 @@ class HeadRows(SharedRows):
 class NativeHead(EagleRunner):
     """Run an EAGLE head for a NativeLM. States and logits are float32, the cache is in the target's dtype.
 
-    Beside a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
+    With a bfloat16 target its matrices are kept as int8 with a scale per output: a pass waits for its weights, and no
     answer hangs on how they are rounded.
 
     UnsupportedModelError for heads that csrc/cpu does not run: EAGLE-1, embeddings of their own, no vocabulary
@@ -552,19 +556,19 @@ class NativeHead(EagleRunner):
         refuse_head(config)
         super().__init__(config, target, target.dtype)
         self._target = target
-        part = state.get("d2t")
+        offsets = state.get("d2t")
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
-        self.target_ids = None if part is None else part + columns
+        self.target_ids = None if offsets is None else offsets + columns
         self._weights = extension().Weights(thread_count())
         kinds = kinds_of(target.numerics, quantize=target.dtype is torch.bfloat16)
         weights = [
             Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"
         ]
-        kept = {
+        storage_kinds = {
             add_weight(self._weights, weight, kinds, following)
             for weight, following in zip(weights, [*weights[1:], None], strict=True)
         }
-        self.stored = ", ".join(sorted(kept - {""}))  # what the matrices are kept as
+        self.stored = ", ".join(sorted(storage_kinds - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
         self._head = extension().Eagle(
             target.instruction_set,
@@ -617,9 +621,9 @@ class NativeHead(EagleRunner):
     ) -> tuple[Tensor, Tensor]:
         """Run rows; `one` may only be the last one."""
         count = rows.tokens.shape[0]
-        wanted = count if one is None else 1
+        rated = count if one is None else 1
         out = states.new_empty(count, self.config.hidden_size)
-        logits = states.new_empty(wanted, self.config.draft_vocab_size)
+        logits = states.new_empty(rated, self.config.draft_vocab_size)
         self._head.forward(
             self._target.packing.decoder,
             rows.positions.contiguous(),
@@ -635,7 +639,7 @@ class NativeHead(EagleRunner):
             logits,
             team.get() or torch.get_num_threads(),
         )
-        return logits, out[-wanted:]
+        return logits, out[-rated:]
 
     def asked(
         self,
@@ -661,11 +665,11 @@ class NativeHead(EagleRunner):
         )
         self._head.forward_lanes(
             self._target.packing.decoder,
-            tuple(own.positions.contiguous() for own in rows),
-            [int(own.prefix) for own in rows],
-            [int(own.slot) for own in rows],
-            tuple(own.words.contiguous() for own in rows),
-            torch.cat([own.tokens for own in rows]),
+            tuple(lane_rows.positions.contiguous() for lane_rows in rows),
+            [int(lane_rows.prefix) for lane_rows in rows],
+            [int(lane_rows.slot) for lane_rows in rows],
+            tuple(lane_rows.words.contiguous() for lane_rows in rows),
+            torch.cat([lane_rows.tokens for lane_rows in rows]),
             tuple(lane.features for lane in lanes),
             tuple(lane.states for lane in lanes),
             tuple(lane.sources for lane in lanes),
@@ -674,9 +678,11 @@ class NativeHead(EagleRunner):
             logits,
             team.get() or torch.get_num_threads(),
         )
-        for lane, own, rated in zip(lanes, out.split(counts), logits.split(counts), strict=True):
-            lane.out.copy_(own)
-            lane.logits.copy_(rated[len(own) - len(lane.logits) :])
+        for lane, lane_rows, rated in zip(
+            lanes, out.split(counts), logits.split(counts), strict=True
+        ):
+            lane.out.copy_(lane_rows)
+            lane.logits.copy_(rated[len(lane_rows) - len(lane.logits) :])
 
 
 def refuse_head(config: EagleConfig) -> None:
@@ -746,12 +752,12 @@ class NativeTarget(CachedTarget):
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
-        left = self._after_mark(len(tokens))
-        before = super()._extend(tokens[: len(tokens) - left])
+        after_mark = self._after_mark(len(tokens))
+        before = super()._extend(tokens[: len(tokens) - after_mark])
         self.cache.mark()
-        if not left:
+        if not after_mark:
             return before
-        last = super()._extend(tokens[-left:])
+        last = super()._extend(tokens[-after_mark:])
         return None if before is None or last is None else torch.cat([before, last])
 
     def _after_mark(self, tokens: int) -> int:
@@ -835,7 +841,7 @@ class LaneTarget(NativeTarget):
         self._asked: RowBatch | None = None
 
     def running(self) -> AbstractContextManager[None]:
-        return nullcontext()  # whoever steps all texts is in the context of one of them
+        return nullcontext()  # the thread that steps all texts is in the context of one of them
 
     def ask(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
         """Return the rows of a tree, to be run before `choose` is called with it, or `verify` if not `greedy`."""
@@ -843,8 +849,8 @@ class LaneTarget(NativeTarget):
         return self._asked
 
     def _run(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
-        asked, self._asked = self._asked, None
-        return asked or super()._run(tree, greedy=greedy)
+        batch, self._asked = self._asked, None
+        return batch or super()._run(tree, greedy=greedy)
 
     def reset(self) -> None:
         super().reset()
@@ -855,7 +861,7 @@ class LaneTarget(NativeTarget):
     ) -> Generator[RowBatch, None, Tensor | None]:
         """Run a prompt as `prefill` does, in pieces: yield the rows of each, which are run before it goes on.
 
-        size: returns how many tokens are run behind so many. What was run stays if it is closed between two pieces.
+        size: returns the tokens of a piece by the tokens before it. Closed between two pieces, it keeps what was run.
         """
         self.cache.crop(keep)
         self.tokens = tokens[: self.cache.length]

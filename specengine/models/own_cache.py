@@ -38,7 +38,7 @@ CACHES = {  # the argument that takes each cache which a model returns
     "past_buckets_states": "past_key_values",
 }
 _CROPPED = (DynamicLayer, DynamicIndexedLayer)
-# Fields of configs whose models choose a token's keys among those of all tokens that run beside it.
+# Fields of configs whose models choose a token's keys among those of all tokens in its batch.
 _UNSURE = dict.fromkeys(
     ("index_topk", "keep_window_size"), "what a token sees depends on the tokens that run with it"
 )
@@ -65,7 +65,7 @@ class OwnCache:
         )
 
     def reach(self, length: int) -> int:
-        """Return how many tokens are left behind `crop(length)`."""
+        """Return how many tokens `crop(length)` leaves."""
         return length if length == self.length or self.croppable else 0
 
     def crop(self, length: int) -> None:
@@ -82,11 +82,11 @@ class OwnCache:
 
     def copies(self, count: int, device: torch.device) -> dict[str, Any]:
         """Return the caches `count` times side by side."""
-        made = copy.deepcopy(self.held)
+        caches = copy.deepcopy(self.held)
         if count > 1:
-            for cache in made.values():
+            for cache in caches.values():
                 cache.reorder_cache(torch.zeros(count, dtype=torch.int64, device=device))
-        return made
+        return caches
 
 
 class Ran(NamedTuple):
@@ -94,7 +94,7 @@ class Ran(NamedTuple):
 
     logits  [rows, tokens, vocabulary], of all tokens or of the last one
     states  the features, [rows, tokens, features * hidden size]; None if there are none
-    held    the caches behind it, by the name that the model's forward has for them
+    held    the caches after it, by the name that the model's forward has for them
     """
 
     logits: Tensor
@@ -157,24 +157,28 @@ class OwnCacheLM(CausalLM):
         pieces = [[token] for token in tokens] if alone else [tokens]
         ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         self.seconds += time.perf_counter() - began
-        found, seen = (
+        logit_pieces, feature_pieces = (
             [rated for rated, _ in ran],
             [states for _, states in ran if states is not None],
         )
-        given = (
-            None if logits == "none" else torch.cat(found) if logits == "all" else found[-1][-1:]
+        selected_logits = (
+            None
+            if logits == "none"
+            else torch.cat(logit_pieces)
+            if logits == "all"
+            else logit_pieces[-1][-1:]
         )
-        return given, torch.cat(seen) if seen else None
+        return selected_logits, torch.cat(feature_pieces) if feature_pieces else None
 
     def _run(
         self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, every: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Run tokens. Return their logits, or those of the last one, and features of all."""
-        given = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
+        token_rows = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
         if not cache.length:
             cache.held = self._empty()
         out = self._forward(
-            given, len(tokens), cache.held, features, first=not cache.length, every=every
+            token_rows, len(tokens), cache.held, features, first=not cache.length, every=every
         )
         cache.held, cache.tokens = out.held, [*cache.tokens, *tokens]
         return out.logits[0], None if out.states is None else out.states[0]
@@ -189,28 +193,28 @@ class OwnCacheLM(CausalLM):
 
     def _forward(
         self,
-        given: Tensor,
+        token_rows: Tensor,
         count: int,
-        held: dict[str, Any],
+        past_caches: dict[str, Any],
         features: tuple[int, ...] = (),
         *,
         first: bool = False,
         every: bool = True,
     ) -> Ran:
-        """Run the last `count` of `given`, int64 [rows, tokens]; without `every`, logits are the last one's."""
-        arguments: dict[str, Any] = {**held, "use_cache": True}
-        seen = {"attention_mask": torch.ones_like(given)}
+        """Run the last `count` of `token_rows`, int64 [rows, tokens]; without `every`, logits are the last one's."""
+        arguments: dict[str, Any] = {**past_caches, "use_cache": True}
+        mask = {"attention_mask": torch.ones_like(token_rows)}
         twin = self._twin
         if "position_ids" in twin.accepts:
             place = twin.modules._prepare_position_ids_for_generation  # noqa: SLF001
-            arguments["position_ids"] = place(given, {**arguments, **seen})
+            arguments["position_ids"] = place(token_rows, {**arguments, **mask})
         if "attention_mask" in twin.accepts:
-            arguments |= seen
+            arguments |= mask
         if twin.keeps_rows and not every:
             arguments["logits_to_keep"] = 1
         prepared = twin.runs.prepare_inputs_for_generation(
-            given,
-            next_sequence_length=count if held else None,
+            token_rows,
+            next_sequence_length=count if past_caches else None,
             is_first_iteration=first,
             **arguments,
         )
@@ -232,15 +236,17 @@ class OwnCacheLM(CausalLM):
     def verify(
         self, cache: OwnCache, tree: TokenTree, features: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None, TreePaths]:
-        """Run a tree's nodes behind the cached tokens.
+        """Run a tree's nodes after the cached tokens.
 
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
         """
         began = time.perf_counter()
         paths = TreePaths.of(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
-        given = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        out = self._forward(given, paths.longest, cache.copies(len(rows), self.device), features)
+        token_rows = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        out = self._forward(
+            token_rows, paths.longest, cache.copies(len(rows), self.device), features
+        )
         paths.held = out.held
         self.seconds += time.perf_counter() - began
         states = None if out.states is None else out.states[paths.row, paths.depth]
@@ -249,30 +255,32 @@ class OwnCacheLM(CausalLM):
     def keep(self, cache: OwnCache, paths: TreePaths, path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = paths.with_path(path)
-        made = OwnCache()
-        made.tokens, made.held = (
+        accepted = OwnCache()
+        accepted.tokens, accepted.held = (
             [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))],
             paths.held,
         )
-        if len(path) < paths.longest and not made.croppable:
+        if len(path) < paths.longest and not accepted.croppable:
             self.extend(cache, tokens, logits="none")
             return
         if len(paths.nodes) > 1:
-            for held in made.held.values():
-                held.reorder_cache(torch.tensor([row], dtype=torch.int64, device=self.device))
-        made.crop(cache.length + len(path))
-        cache.tokens, cache.held = made.tokens, made.held
+            for layer_cache in accepted.held.values():
+                layer_cache.reorder_cache(
+                    torch.tensor([row], dtype=torch.int64, device=self.device)
+                )
+        accepted.crop(cache.length + len(path))
+        cache.tokens, cache.held = accepted.tokens, accepted.held
 
     @torch.inference_mode()
     def _paths_fault(self) -> str | None:
-        """Verify a tree behind a few tokens; return what went wrong, or None."""
+        """Verify a tree after a few tokens; return what went wrong, or None."""
         ids = [token % self.vocab_size for token in (1, 2, 3, 5, 7, 4)]
         try:
             cache, plain = self.new_cache(1), self.new_cache(1)
             for each in (cache, plain):
                 self.extend(each, ids[:4])
             if not cache.held or not all(
-                type(held) is DynamicCache for held in cache.held.values()
+                type(layer_cache) is DynamicCache for layer_cache in cache.held.values()
             ):
                 return "it has no cache of a kind that is known to be copied whole"
             tokens = [ids[4], ids[5], ids[0], ids[2]]
@@ -295,17 +303,19 @@ class OwnCacheLM(CausalLM):
         return None
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(computed: Tensor, expected: Tensor) -> bool:
     """Return whether logits agree but for rounding."""
     rounding = 1e-3 if expected.dtype == torch.float32 else 0.1
-    found, expected = (logits.float().nan_to_num(0.0, 0.0, 0.0) for logits in (found, expected))
-    return bool((found - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
+    computed, expected = (
+        logits.float().nan_to_num(0.0, 0.0, 0.0) for logits in (computed, expected)
+    )
+    return bool((computed - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
 
 
 class TreePaths:
-    """A tree as its root-to-leaf paths, each a row of one length: shorter ones are padded behind.
+    """A tree as its root-to-leaf paths, each a row of one length: shorter ones are padded at their end.
 
-    nodes: of each path; row, depth: int64 [nodes of the tree], where each node stands; held: caches behind them.
+    nodes: of each path; row, depth: int64 [nodes of the tree], where each node stands; held: caches after them.
     """
 
     def __init__(self, nodes: list[list[int]], size: int) -> None:
@@ -381,8 +391,8 @@ class OwnCacheTarget(HuggingFaceTarget):
         return [f"{how} its own cache: {why}"]
 
     def cached(self, tokens: list[int]) -> int:
-        found = super().cached(tokens)
-        return 0 if self.lm.mixes else found  # a prompt in two parts would be answered otherwise
+        reusable = super().cached(tokens)
+        return 0 if self.lm.mixes else reusable  # a prompt in two parts would be answered otherwise
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         self.cache.crop(self.cached(tokens) if keep is None else keep)

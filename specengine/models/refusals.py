@@ -146,12 +146,12 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Put the model itself in evaluation mode within the context, with results by name, which `return_dict` decides."""
     configs = {
-        id(own): own
-        for part in model.modules()
-        for own in vars(part).values()
-        if hasattr(own, "return_dict")
+        id(holder): holder
+        for module in model.modules()
+        for holder in vars(module).values()
+        if hasattr(holder, "return_dict")
     }
-    settings = [(part, "training", False) for part in model.modules()]
+    settings = [(module, "training", False) for module in model.modules()]
     settings += [(config, "return_dict", True) for config in configs.values()]
     before = [getattr(*setting[:2]) for setting in settings]
     try:
@@ -170,9 +170,9 @@ def mixing(model: nn.Module) -> str:
     Products of one shape give a row the same bits, whatever the other rows hold. torch's own layers are not tried.
     """
     for layer in model.modules():
-        known = type(layer) is nn.Linear and not is_changed(layer)
+        plain = type(layer) is nn.Linear and not is_changed(layer)
         size, parameter = getattr(layer, "in_features", None), next(layer.parameters(), None)
-        if known or size is None or parameter is None or not hasattr(layer, "out_features"):
+        if plain or size is None or parameter is None or not hasattr(layer, "out_features"):
             continue
         dtype = model.dtype if isinstance(model, PreTrainedModel) else torch.float32
         rows = (
@@ -185,7 +185,7 @@ def mixing(model: nn.Module) -> str:
             None, :, None
         ]
         try:
-            first, second = (layer(given)[0, 0].nan_to_num(0.0) for given in (rows, rows * scale))
+            first, second = (layer(states)[0, 0].nan_to_num(0.0) for states in (rows, rows * scale))
         except NO_MEMORY:
             raise
         except Exception:  # a layer of another kind, which the tries of trees are left for
@@ -247,14 +247,14 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
             f"native: module {name or 'model'} is a {type(module).__name__}"
         )
     for setting, value in vars(plain).items():
-        given = vars(module).get(setting)
+        current = vars(module).get(setting)
         if (
             isinstance(value, int | float | str)
             and setting not in _WITHOUT_EFFECT
-            and given != value
+            and current != value
         ):
             raise UnsupportedModelError(
-                f"native: {name}.{setting} is {given!r}, the config makes it {value!r}"
+                f"native: {name}.{setting} is {current!r}, the config makes it {value!r}"
             )
 
 

@@ -124,9 +124,9 @@ class ShardedLM(CausalLM):
 
     @property
     def table(self) -> Tensor:
-        found = self._tables[0]
-        assert found is not None
-        return found
+        table = self._tables[0]
+        assert table is not None
+        return table
 
     def head(self, states: Tensor) -> Tensor:
         weight = self._tables[1]
@@ -188,15 +188,15 @@ class Leader(ShardedTarget):
             super().want(features, successors)
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        kept = self.cached(tokens) if keep is None else keep
-        return self._together("prefill", super().prefill, tokens, kept)
+        reused = self.cached(tokens) if keep is None else keep
+        return self._together("prefill", super().prefill, tokens, reused)
 
     def rate(self, tokens: list[int]) -> Tensor:
         return self._together("rate", super().rate, tokens)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        given = tree.trimmed() if ops.is_free(tree.size) else tree
-        nodes = (part[: len(given)].tolist() for part in (given.tokens, given.parents))
+        verified = tree.trimmed() if ops.is_free(tree.size) else tree
+        nodes = (column[: len(verified)].tolist() for column in (verified.tokens, verified.parents))
         return self._together("run_tree", self.run_tree, *nodes)
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
@@ -249,9 +249,11 @@ def follow(target: ShardedTarget) -> int:
     except RuntimeError as error:
         if not _is_connection(error):
             raise
-        told = _told(error, target.ranks)
+        message = _told(error, target.ranks)
         print(
-            f"specengine: error: rank {target.ranks.own} ends: {told}", file=sys.stderr, flush=True
+            f"specengine: error: rank {target.ranks.own} ends: {message}",
+            file=sys.stderr,
+            flush=True,
         )
         return 1
     dist.destroy_process_group()
@@ -267,15 +269,15 @@ def _broadcast(command: Any, ranks: Ranks) -> Any:
     if written:
         body.numpy()[:] = np.frombuffer(written, np.uint8)
     dist.broadcast(body, src=0, group=ranks.control)
-    said = json.loads(body.numpy().tobytes())
-    if said[0] == END:
+    received = json.loads(body.numpy().tobytes())
+    if received[0] == END:
         # A thread of gloo may let go of a tensor after the wait for it has ended, and takes Python's lock for that:
         # should Python end first, the thread dies inside a destructor, which aborts the process.
-        held = weakref.ref(length), weakref.ref(body)
+        references = weakref.ref(length), weakref.ref(body)
         del length, body
-        while any(tensor() is not None for tensor in held):
+        while any(tensor() is not None for tensor in references):
             time.sleep(0.001)
-    return said
+    return received
 
 
 def _is_connection(error: BaseException) -> bool:

@@ -42,81 +42,89 @@ def twin(module: M, replace: Callable[[nn.Module], nn.Module | None] = lambda pa
     Buffers are shared until one of them is replaced, hooks until one is added or removed.
     """
     copies: dict[int, nn.Module] = {}
-    own: dict[int, nn.Module] = {}  # without the replacements
+    plain_copies: dict[int, nn.Module] = {}  # without the replacements
 
-    def copied(part: nn.Module) -> nn.Module:
-        if id(part) not in copies:
-            replacement = replace(part)
-            copies[id(part)] = made = _like(part) if replacement is None else replacement
+    def copied(original: nn.Module) -> nn.Module:
+        if id(original) not in copies:
+            replacement = replace(original)
+            copies[id(original)] = module_copy = (
+                _like(original) if replacement is None else replacement
+            )
             if replacement is None:
-                own[id(part)] = made
-                children = part._modules.items()  # an empty list of modules is false
-                made._modules = {
+                plain_copies[id(original)] = module_copy
+                children = original._modules.items()  # an empty list of modules is false
+                module_copy._modules = {
                     name: None if child is None else copied(child) for name, child in children
                 }
-        return copies[id(part)]
+        return copies[id(original)]
 
     twin = copied(module)
-    for made in own.values():
-        _rebind(made, own)
+    for module_copy in plain_copies.values():
+        _rebind(module_copy, plain_copies)
     return cast(M, twin)
 
 
 def evaluating(model: PreTrainedModel) -> PreTrainedModel:
     """Return a twin in evaluation mode with configs of its own: an attention that is set for it is not the model's."""
-    made, configs = twin(model), dict[int, Any]()
-    for part in made.modules():
-        part.training = False
-        for name, value in list(vars(part).items()):
+    evaluated, configs = twin(model), dict[int, Any]()
+    for submodule in evaluated.modules():
+        submodule.training = False
+        for name, value in list(vars(submodule).items()):
             if isinstance(value, PretrainedConfig):
-                part.__dict__[name] = copy.deepcopy(
+                submodule.__dict__[name] = copy.deepcopy(
                     value, configs
                 )  # the same copy wherever it is the same config
-                part.__dict__[name].return_dict = True  # results are read by name
-    return made
+                submodule.__dict__[name].return_dict = True  # results are read by name
+    return evaluated
 
 
-def is_changed(part: nn.Module) -> bool:
+def is_changed(module: nn.Module) -> bool:
     """Return whether a module does more than its class says. Hooks that record hidden states are idle otherwise."""
-    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     others = any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
-    replaced = not vars(part).keys().isdisjoint(("forward", "_call_impl"))
-    return others or replaced or hasattr(part, "parametrizations")
+    replaced = not vars(module).keys().isdisjoint(("forward", "_call_impl"))
+    return others or replaced or hasattr(module, "parametrizations")
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Choose a twin's attention, also in layers whose config is not the model's own: those of another model's."""
     model.set_attn_implementation(name)
     chosen = model.config.get_text_config(decoder=True)
-    for part in model.modules():
-        config = vars(part).get("config")
+    for module in model.modules():
+        config = vars(module).get("config")
         if type(config) is type(chosen):
             config._attn_implementation_internal = name
 
 
-def _like(part: nn.Module) -> nn.Module:
-    made: nn.Module = object.__new__(type(part))  # copy.copy refuses modules with parametrizations
-    made.__dict__.update(part.__dict__)
+def _like(module: nn.Module) -> nn.Module:
+    module_copy: nn.Module = object.__new__(
+        type(module)
+    )  # copy.copy refuses modules with parametrizations
+    module_copy.__dict__.update(module.__dict__)
     for table in _OWN_TABLES:
-        if table in made.__dict__:
-            made.__dict__[table] = copy.copy(made.__dict__[table])
-    made.__dict__["_compiled_call_impl"] = None  # it would call the model itself
-    return made
+        if table in module_copy.__dict__:
+            module_copy.__dict__[table] = copy.copy(module_copy.__dict__[table])
+    module_copy.__dict__["_compiled_call_impl"] = None  # it would call the model itself
+    return module_copy
 
 
-def _rebind(made: nn.Module, copies: dict[int, nn.Module]) -> None:
+def _rebind(module_copy: nn.Module, copies: dict[int, nn.Module]) -> None:
     """Have methods that stand on the module itself (a replaced forward, accelerate's) be those of the twin."""
-    for name, value in list(vars(made).items()):
+    for name, value in list(vars(module_copy).items()):
         original = getattr(
             value, "_torchdynamo_orig_callable", value
         )  # compiled, it would run the model itself
         if isinstance(original, MethodType) and id(original.__self__) in copies:
-            made.__dict__[name] = MethodType(original.__func__, copies[id(original.__self__)])
+            module_copy.__dict__[name] = MethodType(
+                original.__func__, copies[id(original.__self__)]
+            )
         elif isinstance(original, functools.partial) and any(
-            id(given) in copies for given in original.args
+            id(arguments) in copies for arguments in original.args
         ):
-            given = [copies.get(id(part), part) for part in original.args]
-            made.__dict__[name] = functools.partial(original.func, *given, **original.keywords)
+            arguments = [copies.get(id(argument), argument) for argument in original.args]
+            module_copy.__dict__[name] = functools.partial(
+                original.func, *arguments, **original.keywords
+            )
 
 
 # ---- packed

@@ -93,7 +93,7 @@ class Weight(NamedTuple):
         )
 
     def parts(self, sizes: Mapping[str, int]) -> Iterator[Weight]:
-        """Yield the weights that this one is made of: so many rows for each name, in their order."""
+        """Split this weight by rows: yield one weight for each name in `sizes`, in their order."""
         if len(self.shape) > 1 and all(
             name.endswith(VECTORS) for name in sizes
         ):  # a stack of vectors
@@ -213,21 +213,21 @@ class Source(ABC):
         positions: Tensor,
         ids: tuple[int, ...],
         embeddings: Tensor,
-        own: Tensor | None,
+        layer_inputs: Tensor | None,
     ) -> list[Tensor]:
         """Return hidden states of transformers' own modules for tokens of which each sees those before it.
 
-        ids: as transformers numbers them; embeddings: of the tokens, float32 [tokens, hidden size]; own: those that are
-        inputs of single layers, [tokens, layers * size], or None. float32 each. Here those behind the final norm when
-        the first layers alone are run.
+        ids: as transformers numbers them; embeddings: of the tokens, float32 [tokens, hidden size]; layer_inputs:
+        float32 [tokens, layers * size], or None. Where the first layers alone are run, returns the states after the
+        final norm.
         """
         del tokens, ids
         family = family_of(self.config)
         factors, inputs = family.factors(self.config), {"inputs_embeds": embeddings[None]}
         if factors.in_module or factors.by_token:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] * factors.embedding
-        if own is not None and (of := family.own_inputs(self.config)) is not None:
-            by_layer = own.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
+        if layer_inputs is not None and (of := family.own_inputs(self.config)) is not None:
+            by_layer = layer_inputs.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
             inputs["per_layer_inputs"] = by_layer[None]
         return states_of(_first_layers(self), positions, (self.tried,), **inputs)
 
@@ -255,22 +255,26 @@ def _first_layers(source: Source) -> PreTrainedModel:
     """Return the model of the source's first layers and final norm, in float32 and with a tiny vocabulary."""
     config, family, count = source.config, family_of(source.config), source.tried
     model = empty_model(of_few_layers(config, TINY_VOCABULARY, tuple(range(count))), torch.float32)
-    own = family.own_inputs(config)
+    layer_inputs = family.own_inputs(config)
     outside = [
         f"{name.transformers}."
-        for name in (family.embedding, family.head, *([own.embedding] if own else []))
+        for name in (
+            family.embedding,
+            family.head,
+            *([layer_inputs.embedding] if layer_inputs else []),
+        )
     ]
-    wanted = {
+    expected = {
         name: tensor
         for name, tensor in stored_tensors(model)
         if not name.startswith(tuple(outside))
     }
-    axes = {} if own is None else own.axes
-    found = {name: source.tensor(name) for name in wanted}
-    for name in axes.keys() & wanted.keys():
-        found[name] = found[name].narrow(axes[name], 0, wanted[name].shape[axes[name]])
+    axes = {} if layer_inputs is None else layer_inputs.axes
+    tensors = {name: source.tensor(name) for name in expected}
+    for name in axes.keys() & expected.keys():
+        tensors[name] = tensors[name].narrow(axes[name], 0, expected[name].shape[axes[name]])
     model.load_state_dict(
-        {name: tensor.float() for name, tensor in found.items()}, strict=False, assign=True
+        {name: tensor.float() for name, tensor in tensors.items()}, strict=False, assign=True
     )
     return with_buffers(model).eval()
 
@@ -278,21 +282,21 @@ def _first_layers(source: Source) -> PreTrainedModel:
 class FirstLayer(Source):
     """The embeddings of a few tokens, first layer or another, and final norm of a model, in float32; its head is zero.
 
-    A layer that reads another one's keys and values comes behind that one. Read once, and run once by transformers'
+    A layer that reads another one's keys and values comes after that one. Read once, and run once by transformers'
     modules: `states` gives those of the first call, and each tensor is freed when it is asked for after that.
     """
 
     dtype = torch.float32
 
     def __init__(
-        self, source: Source, embeddings: Tensor, own: Tensor | None, number: int = 0
+        self, source: Source, embeddings: Tensor, layer_inputs: Tensor | None, number: int = 0
     ) -> None:
-        """embeddings, own: float32 [tokens, hidden size], [tokens, layers * size] or None; number: of the layer."""
+        """embeddings, layer_inputs: float32 [tokens, hidden size], [tokens, layers * size]; number: of the layer."""
         self.name, self._source, self._embeddings = source.name, source, embeddings
         self._numbers = layers_for(source.config, number)
         self.tried = len(self._numbers)
         self.config = of_few_layers(source.config, len(embeddings), self._numbers)
-        self._own = None if own is None else self._of_layers(own, 1)
+        self._own = None if layer_inputs is None else self._of_layers(layer_inputs, 1)
         self._tensors: dict[str, Tensor] = {}
         self._states: list[Tensor] | None = None
 
@@ -307,13 +311,13 @@ class FirstLayer(Source):
 
     def tensor(self, name: str) -> Tensor:
         family = family_of(self.config)
-        own = family.own_inputs(self.config)
+        layer_inputs = family.own_inputs(self.config)
         if name == f"{family.embedding.transformers}.weight":
             return self._embeddings
         if (
-            own is not None
+            layer_inputs is not None
             and self._own is not None
-            and name == f"{own.embedding.transformers}.weight"
+            and name == f"{layer_inputs.embedding.transformers}.weight"
         ):
             return self._own
         if name.startswith(f"{family.head.transformers}."):
@@ -326,7 +330,7 @@ class FirstLayer(Source):
                 if name.startswith(f"{layers}.{i}."):
                     stored = name.replace(f"{layers}.{i}.", f"{layers}.{number}.", 1)
             tensor = self._source.tensor(stored).float()
-            axes = {} if own is None else own.axes
+            axes = {} if layer_inputs is None else layer_inputs.axes
             self._tensors[name] = self._of_layers(tensor, axes[name]) if name in axes else tensor
         return self._tensors[name] if self._states is None else self._tensors.pop(name)
 
@@ -336,13 +340,17 @@ class FirstLayer(Source):
         positions: Tensor,
         ids: tuple[int, ...],
         embeddings: Tensor,
-        own: Tensor | None,
+        layer_inputs: Tensor | None,
     ) -> list[Tensor]:
         if self._states is None:
             inputs = family_of(self.config).own_inputs(self.config)
-            if own is not None and inputs is not None and own.shape[1] != self.tried * inputs.size:
-                own = self._of_layers(own, 1)
-            self._states = super().states(tokens, positions, ids, embeddings, own)
+            if (
+                layer_inputs is not None
+                and inputs is not None
+                and layer_inputs.shape[1] != self.tried * inputs.size
+            ):
+                layer_inputs = self._of_layers(layer_inputs, 1)
+            self._states = super().states(tokens, positions, ids, embeddings, layer_inputs)
         return self._states
 
     def model(self) -> PreTrainedModel:
@@ -458,7 +466,11 @@ class PackedModel:
     def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
         """Add weights of one for values that are normed by none."""
         for number, layer in enumerate(self.family.layers_of(self.config)):
-            if (own := layer.attention) is not None and own.v_normed and own.reads is None:
+            if (
+                (attention := layer.attention) is not None
+                and attention.v_normed
+                and attention.reads is None
+            ):
                 ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
                 self.weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
 
@@ -490,11 +502,11 @@ class PackedModel:
         factors = self.family.factors(self.config)
         if not factors.in_module:
             return factors
-        embedding, own = (
+        embedding, layer_inputs = (
             float(torch.tensor(factor, dtype=self.source.dtype, device="cpu"))
             for factor in (factors.embedding, factors.own)
         )
-        return factors._replace(embedding=embedding, own=own)
+        return factors._replace(embedding=embedding, own=layer_inputs)
 
     def _rope(self, key: str, head_dim: int) -> tuple[list[float], float]:
         """Return the source's frequencies and factor. Raises UnsupportedModelError if a head has other channels."""
@@ -562,8 +574,8 @@ class PackedModel:
         order = order if weight.order is None else weight.order.long()[order]
         whole = functools.cache(lambda: weight.rows(0, len(order)).view(len(order), -1)[order])
         # blocks are bytes
-        own = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
-        return weight._replace(rows=lambda first, last: whole()[first:last].view(own), order=None)
+        shape = (-1,) if weight.kind not in KIND_OF.values() else (-1, *weight.shape[1:])
+        return weight._replace(rows=lambda first, last: whole()[first:last].view(shape), order=None)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
@@ -610,18 +622,20 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
     modules: dict[str, dict[str, int]] = {}
     for part in family_of(config).parts(config):
         modules.setdefault(part.name.transformers, {})[part.native] = part.size
-    found: dict[str, dict[str, int]] = {}
+    parts_by_tensor: dict[str, dict[str, int]] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
         if name in modules:
-            found[name] = modules[name]
+            parts_by_tensor[name] = modules[name]
             continue
         if module not in modules:
             raise UnsupportedModelError(
                 f"native: {name} is in none of the blocks that {config.model_type} has"
             )
-        found[name] = {f"{native}.{kind}": size for native, size in modules[module].items()}
-    return found
+        parts_by_tensor[name] = {
+            f"{native}.{kind}": size for native, size in modules[module].items()
+        }
+    return parts_by_tensor
 
 
 def add_weight(

@@ -723,7 +723,7 @@ class Layer:
     which is None then, or with it: both read one norm, and are added together. Of a layer without a network that and
     its norm are None, of one with nothing else the others.
 
-    beside  experts beside the gated network, or None
+    beside  experts in parallel with the gated network, or None
     own     inputs of the layer's own, or None
     scale   a number that multiplies all that the layer gives, or None
     """

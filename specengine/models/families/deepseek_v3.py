@@ -61,8 +61,8 @@ STORED = GGUF(
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Return the sizes of heads, which older files state as those of keys and values, and the factor on scores."""
     key, size = (
-        value(f"attention.{part}_length_mla") or value(f"attention.{part}_length")
-        for part in ("key", "value")
+        value(f"attention.{side}_length_mla") or value(f"attention.{side}_length")
+        for side in ("key", "value")
     )
     rope, turned, grown = (
         fields["rope_parameters"],
