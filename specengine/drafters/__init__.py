@@ -103,8 +103,8 @@ class Drafter(ABC):
         """
         if draft != cls.__module__.rpartition(".")[2]:
             return None
-        made = registry.build(cls, options.draft_options, f"draft {draft}")
-        return lambda target, tokenizer: made
+        drafter = registry.build(cls, options.draft_options, f"draft {draft}")
+        return lambda target, tokenizer: drafter
 
     def cached(self, tokens: list[int]) -> int:
         """Return how many of the first `tokens` need no features from the target."""
@@ -259,11 +259,11 @@ def another(drafter: Drafter) -> Drafter:
 
     A class whose options are not dataclass fields says by `__copy__` how that is made. InputError where it does not.
     """
-    given: Any = drafter
+    original: Any = drafter
     if hasattr(drafter, "__copy__"):
-        return cast(Drafter, copy.copy(given))
-    if dataclasses.is_dataclass(given):
-        return cast(Drafter, dataclasses.replace(given))  # type: ignore[type-var]
+        return cast(Drafter, copy.copy(original))
+    if dataclasses.is_dataclass(original):
+        return cast(Drafter, dataclasses.replace(original))  # type: ignore[type-var]
     raise InputError(
         f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__"
     )
@@ -278,8 +278,8 @@ def copy_prompt(drafter: Drafter, other: Drafter, count: int) -> None:
 
 def cache_of(drafter: Drafter | None) -> KVCache | None:
     """Return the cache of what a draft wraps, or of itself; None where it has none."""
-    found = None if drafter is None else innermost(drafter)
-    return found.cache if isinstance(found, RowDraft) else None
+    inner = None if drafter is None else innermost(drafter)
+    return inner.cache if isinstance(inner, RowDraft) else None
 
 
 def forget(drafter: Drafter | None) -> None:
@@ -307,24 +307,24 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
     if isinstance(draft, str) and (registry.is_file(draft) or draft in registry.plugins(__name__)):
         return _brought(draft, options, checkpoints)
     kinds = {name: find(name) for name in names()}
-    asked = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
-    made = next(
-        filter(None, (kinds[name].maker(draft, options, checkpoints) for name in asked)), None
+    candidates = sorted(kinds, key=lambda name: (name != draft, kinds[name].about.takes_any_model))
+    make = next(
+        filter(None, (kinds[name].maker(draft, options, checkpoints) for name in candidates)), None
     )
-    if made is None:
+    if make is None:
         raise InputError(
             f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter"
         )
-    return made
+    return make
 
 
 def _brought(draft: str, options: LoadOptions, checkpoints: Any) -> Maker:
     """Return what makes the draft of a plug-in or of a user's file, asked for by that name, then by its module's."""
     cls = find(draft)
     name = registry.split_file(draft)[0].stem if registry.is_file(draft) else draft
-    for asked in dict.fromkeys((name, cls.__module__.rpartition(".")[2])):
-        if (made := cls.maker(asked, options, checkpoints)) is not None:
-            return made
+    for label in dict.fromkeys((name, cls.__module__.rpartition(".")[2])):
+        if (make := cls.maker(label, options, checkpoints)) is not None:
+            return make
     raise InputError(f"draft: got {draft}, but the maker of {cls.__name__} makes no draft {name!r}")
 
 
@@ -338,13 +338,13 @@ def name_of(drafter: Drafter) -> str:
 
 
 def require_step(drafter: Drafter, step: Any, rows: int, vocab_size: int) -> None:
-    """Raise DrafterError where a drafter returned a wrong step over so many nodes."""
+    """Raise DrafterError where a drafter returned a wrong step over `rows` nodes."""
     if (fault := fault_of_step(step, rows, vocab_size)) is not None:
         raise DrafterError(f"{name_of(drafter)}: step returned {fault}")
 
 
 def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
-    """Return what is wrong with a step over so many nodes, in words; None for nothing."""
+    """Return what is wrong with a step over `rows` nodes, in words; None for nothing."""
     if not isinstance(step, Step):
         return f"{kind_of(step)}, accepted a Step"
     logits, ids = step.logits, step.token_ids
@@ -382,7 +382,7 @@ NOT_FINITE = "draft: its logits are NaN or infinite, so nothing of it is used; i
 class RowDraft(CapturedDrafter):
     """A draft whose pass runs rows over `cache`, and whose counts are tensors where that cache is.
 
-    The cache holds one slot per committed token that was run, and behind them the scratch: one slot per node drafted
+    The cache holds one slot per committed token that was run, and after them the scratch: one slot per node drafted
     from, seen by its descendants and itself, forgotten with the tree. A cycle's first pass runs the `taken` tokens
     that were committed since the last one, the root last (`pending`), the next ones a level of the tree each. Cycles
     without a pass leave their tokens waiting. Before these a prompt may wait (`_late`), which `settle` runs.
@@ -405,7 +405,7 @@ class RowDraft(CapturedDrafter):
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
         self._held = torch.zeros(
             1, dtype=torch.int64, device=self.device
-        )  # a root, and what waits behind it
+        )  # a root, and what waits after it
         self._tokens: list[int] = []  # committed, the current root excluded
         self._late: list[int] = []  # of rows between those of the cache and the pending
         self._unread: list[Tensor] = []  # features of these rows, where the draft reads any
@@ -416,8 +416,10 @@ class RowDraft(CapturedDrafter):
         self.reserve(0, 1, 1)
 
     @abstractmethod
-    def _run(self, rows: Rows, given: PassRows, shared: Any = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits and recurrent states, if any, of all rows, or of the row `given.one` alone.
+    def _run(
+        self, rows: Rows, pass_rows: PassRows, shared: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logits and recurrent states, if any, of all rows, or of the row `pass_rows.one` alone.
 
         shared: what ran the rows with those of other texts, if anything did.
         """
@@ -466,7 +468,7 @@ class RowDraft(CapturedDrafter):
             rows = self._root_rows(tree, free=True)
         else:
             level = Nodes(frontier.alive(), frontier.live)
-            given = ops.level_rows(
+            pass_rows = ops.level_rows(
                 tree.arrays,
                 tree.size,
                 level,
@@ -475,7 +477,7 @@ class RowDraft(CapturedDrafter):
                 self._seen,
                 self._factors,
             )
-            rows = Rows(*given[:4], self.cache.filled, frontier.live), given
+            rows = Rows(*pass_rows[:4], self.cache.filled, frontier.live), pass_rows
         self._asked = None if rows is None else (*rows, self._shared(*rows))
         return None if self._asked is None else self._asked[2]
 
@@ -496,23 +498,23 @@ class RowDraft(CapturedDrafter):
             free and (end := int(filled) + count + tree.capacity) > self.cache.slab.shape[3]
         ):  # mostly there is room
             self.cache.reserve(end)
-        given = ops.root_rows(
+        pass_rows = ops.root_rows(
             tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors
         )
-        return Rows(*given[:4], filled, self.taken), given
+        return Rows(*pass_rows[:4], filled, self.taken), pass_rows
 
     def root(self, tree: TokenTree) -> Step:
         free = self.device.type == ops.tree.FREE  # inlined, as every cycle asks
-        asked = self._asked or self._root_rows(tree, free=free)
+        arguments = self._asked or self._root_rows(tree, free=free)
         self._asked = None
-        if asked is None:
+        if arguments is None:
             self._best[1:] = []
             return Step(
                 torch.full((1, 1), float("-inf"), device=tree.device, dtype=torch.float32),
                 normalized=True,
             )
         filled = self.cache.filled
-        logits, states = self._run(*asked)
+        logits, states = self._run(*arguments)
         if free:
             self._best[1:] = [logits]
         else:
@@ -522,9 +524,9 @@ class RowDraft(CapturedDrafter):
         return Step(logits, self.token_ids, hidden=states)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        asked, self._asked = self._asked, None
-        if asked is None:
-            given = ops.level_rows(
+        arguments, self._asked = self._asked, None
+        if arguments is None:
+            pass_rows = ops.level_rows(
                 tree.arrays,
                 tree.size,
                 frontier,
@@ -533,8 +535,8 @@ class RowDraft(CapturedDrafter):
                 self._seen,
                 self._factors,
             )
-            asked = Rows(*given[:4], self.cache.filled, frontier.live), given, None
-        logits, states = self._run(*asked)
+            arguments = Rows(*pass_rows[:4], self.cache.filled, frontier.live), pass_rows, None
+        logits, states = self._run(*arguments)
         return Step(logits, self.token_ids, hidden=states)
 
     def take(self, tokens: Tensor, path: Nodes, features: Tensor | None) -> None:
@@ -563,7 +565,7 @@ class RowDraft(CapturedDrafter):
             self.settle()
 
     def settle(self) -> None:
-        """Run the prompt that waits, and the tokens behind it where the next pass cannot take as many."""
+        """Run the prompt that waits, and the tokens after it where the next pass cannot take as many."""
         late, features, count = self._late, self._unread, int(self.taken)
         if count > len(self._seen):
             late = late + self._held[1:count].tolist()

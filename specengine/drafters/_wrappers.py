@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MEAN = 0.5772  # of the noise
 # shares, of 0, 0.25, 0.5, 0.75 and 1, that let the default draft guess best
 NOISE, NOISE_OF_TRUNCATED = 0.75, 0.5
-MAX_SCALE = 1e4  # of the noise, beside which no logit counts
-MIN_REST = 1e-6  # chance that is always left to what was not proposed
+MAX_SCALE = 1e4  # of the noise; no logit counts against more
+MIN_REMAINDER = 1e-6  # chance that is always left to what was not proposed
 
 
 class Coupled(Wrapped):
@@ -77,7 +77,7 @@ class Coupled(Wrapped):
         """Return rows of a step with the noise of their positions, int64 [rows]."""
         logits = ops.couple(rows, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:
-            rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=MIN_REST)
+            rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=MIN_REMAINDER)
             whole = torch.logaddexp(
                 logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN
             )
@@ -101,8 +101,8 @@ class Guided(Wrapped):
         self.constraint, self.written = constraint, written
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        """Return forced continuations of these nodes, and behind them and other nodes the drafter's own free ones."""
-        size, made, ends = len(tree), Free([], [], [], [], []), []
+        """Return the forced continuations of these nodes, and the drafter's free ones after them and other nodes."""
+        size, proposals, ends = len(tree), Free([], [], [], [], []), []
         scores, parents, tokens = (
             values[:size].tolist() for values in (tree.path_log_probs, tree.parents, tree.tokens)
         )
@@ -111,27 +111,29 @@ class Guided(Wrapped):
             end = node
             if scores[node] >= least:
                 for token in self.constraint.forced(self._path(tree, node))[
-                    : most - len(made.tokens)
+                    : most - len(proposals.tokens)
                 ]:
                     if (end, token) in children:
                         break
-                    _append(made, end, token, 0.0, FREE, 0)
-                    end = size + len(made.tokens) - 1
+                    _append(proposals, end, token, 0.0, FREE, 0)
+                    end = size + len(proposals.tokens) - 1
             ends.append(end)
-        grown = _grafted(tree, made)
-        left = most - len(made.tokens)
+        grown = _grafted(tree, proposals)
+        room = most - len(proposals.tokens)
         below = Nodes.of(torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device))
-        found = self.inner.free(grown, below, left, least) if left else None
-        if found is not None:
-            self._add_allowed(made, found, grown)
-        return made if made.tokens else None
+        unchecked = self.inner.free(grown, below, room, least) if room else None
+        if unchecked is not None:
+            self._add_allowed(proposals, unchecked, grown)
+        return proposals if proposals.tokens else None
 
-    def _add_allowed(self, made: Free, found: Free, tree: TokenTree) -> None:
+    def _add_allowed(self, proposals: Free, unchecked: Free, tree: TokenTree) -> None:
         """Append the continuations that the grammar allows on their own path."""
-        size, first = len(tree), len(tree) - len(made.tokens)
+        size, first = len(tree), len(tree) - len(proposals.tokens)
         places: dict[int, int | None] = {}
         paths: dict[int, list[int]] = {}
-        for entry, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
+        for entry, (parent, token) in enumerate(
+            zip(unchecked.parents, unchecked.tokens, strict=True)
+        ):
             place = parent if parent < size else places[parent]
             path = (
                 paths.get(parent) or self._path(tree, parent)
@@ -139,38 +141,41 @@ class Guided(Wrapped):
                 else paths.get(parent, [])
             )
             allowed = place is not None and self.constraint.allows(path, token)
-            places[size + entry] = first + len(made.tokens) if allowed else None
+            places[size + entry] = first + len(proposals.tokens) if allowed else None
             if allowed:
                 assert place is not None
                 paths[size + entry] = [*path, token]
                 _append(
-                    made,
+                    proposals,
                     place,
                     token,
-                    found.log_probs[entry],
-                    found.marks[entry],
-                    found.ranks[entry],
+                    unchecked.log_probs[entry],
+                    unchecked.marks[entry],
+                    unchecked.ranks[entry],
                 )
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         paths = [self._path(tree, node) for node in frontier.alive().tolist()]
-        forced = [found[0] if (found := self.constraint.forced(path)) else None for path in paths]
+        forced = [
+            continuation[0] if (continuation := self.constraint.forced(path)) else None
+            for path in paths
+        ]
         ids = None if step.token_ids is None else step.token_ids.cpu().numpy()
         width, rows = step.logits.shape[1], step.logits.shape[0]
-        known = set(range(width)) if ids is None else set(ids.tolist())
-        new = sorted({token for token in forced if token is not None and token not in known})
+        vocabulary = set(range(width)) if ids is None else set(ids.tolist())
+        new = sorted({token for token in forced if token is not None and token not in vocabulary})
         columns = np.concatenate(
             [np.arange(width) if ids is None else ids, np.array(new, np.int64)]
         )
-        kept = np.ones((rows, len(columns)), bool)
-        kept[:, width:] = False
+        mask = np.ones((rows, len(columns)), bool)
+        mask[:, width:] = False
         for row, (path, token) in enumerate(zip(paths, forced, strict=True)):
-            kept[row] = (
+            mask[row] = (
                 self.constraint.allowed(path)[columns] if token is None else columns == token
             )
-            kept[row, width:] &= token is not None
+            mask[row, width:] &= token is not None
         logits = torch.nn.functional.pad(step.logits.float(), (0, len(new)), value=-float("inf"))
-        logits = logits.masked_fill(torch.from_numpy(~kept).to(logits.device), -float("inf"))
+        logits = logits.masked_fill(torch.from_numpy(~mask).to(logits.device), -float("inf"))
         marks = (
             step.marks if step.marks is None else torch.nn.functional.pad(step.marks, (0, len(new)))
         )
@@ -179,7 +184,7 @@ class Guided(Wrapped):
             marks = torch.zeros_like(logits, dtype=torch.uint8) if marks is None else marks.clone()
             marks[sure] = FREE
             logits[sure] = torch.where(
-                torch.from_numpy(kept[sure]).to(logits.device), 0.0, -float("inf")
+                torch.from_numpy(mask[sure]).to(logits.device), 0.0, -float("inf")
             )
         return Step(
             logits,
@@ -193,19 +198,21 @@ class Guided(Wrapped):
         return [*self.written, *tree.path_tokens(node)]
 
 
-def _append(made: Free, parent: int, token: int, log_prob: float, mark: int, rank: int) -> None:
-    made.parents.append(parent)
-    made.tokens.append(token)
-    made.log_probs.append(log_prob)
-    made.marks.append(mark)
-    made.ranks.append(rank)
+def _append(
+    proposals: Free, parent: int, token: int, log_prob: float, mark: int, rank: int
+) -> None:
+    proposals.parents.append(parent)
+    proposals.tokens.append(token)
+    proposals.log_probs.append(log_prob)
+    proposals.marks.append(mark)
+    proposals.ranks.append(rank)
 
 
-def _grafted(tree: TokenTree, made: Free) -> TokenTree:
-    if not made.tokens:
+def _grafted(tree: TokenTree, proposals: Free) -> TokenTree:
+    if not proposals.tokens:
         return tree
     grown = tree.to(tree.device)
-    grown.graft(made.parents, made.tokens, made.log_probs)
+    grown.graft(proposals.parents, proposals.tokens, proposals.log_probs)
     return grown
 
 
@@ -243,18 +250,18 @@ class Origins(Wrapped):
             by_depth.get(depths[parent], parent) if parent not in self._passed else parent
             for parent in parents
         ]
-        found = list(map(self._origin, parents, lenders, tree.tokens.tolist()))
+        sources = list(map(self._origin, parents, lenders, tree.tokens.tolist()))
         self._forget()
-        return found
+        return sources
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
-        found = self.inner.free(tree, nodes, most, least)
+        proposals = self.inner.free(tree, nodes, most, least)
         self._free = {}  # what a rule has only looked at
         for parent, token, mark in (
-            zip(*found[:2], found.marks, strict=True) if found is not None else ()
+            zip(*proposals[:2], proposals.marks, strict=True) if proposals is not None else ()
         ):
             self._free[parent, token] = mark
-        return found
+        return proposals
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         ids = frontier.alive().tolist()

@@ -74,13 +74,13 @@ class EagleDraft(RowDraft):
         super().__init__(self.head.cache)
 
     def __copy__(self) -> EagleDraft:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.head = copy.copy(self.head)
-        made._states, made._features = self._states.clone(), self._features[:0].clone()
-        made._factors = None if self._factors is None else self._factors.clone()
-        RowDraft.__init__(made, made.head.cache)
-        return made
+        draft = object.__new__(type(self))
+        draft.__dict__.update(self.__dict__)
+        draft.head = copy.copy(self.head)
+        draft._states, draft._features = self._states.clone(), self._features[:0].clone()
+        draft._factors = None if self._factors is None else self._factors.clone()
+        RowDraft.__init__(draft, draft.head.cache)
+        return draft
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
@@ -103,15 +103,15 @@ class EagleDraft(RowDraft):
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
 
         def make(target: Any, _: Any) -> EagleDraft:
-            made = cls.of(
+            draft = cls.of(
                 base := heads.load_head(folder, **read), target.lm, name, pack=options.pack
             )
             if options.learn is not None:
-                made.learn_from(
+                draft.learn_from(
                     checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base),
                     options.pack,
                 )
-            return made
+            return draft
 
         return make
 
@@ -145,8 +145,13 @@ class EagleDraft(RowDraft):
                 stamp,
                 self.of(self.learnt.head(), self.target, self.name, pack=self._pack),
             )
-        kept = {"name": self.name, "learnt": self.learnt, "_stamp": stamp, "_pack": self._pack}
-        self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | kept)
+        attributes = {
+            "name": self.name,
+            "learnt": self.learnt,
+            "_stamp": stamp,
+            "_pack": self._pack,
+        }
+        self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | attributes)
         return True
 
     @property
@@ -192,16 +197,16 @@ class EagleDraft(RowDraft):
         ):  # the head's own temperatures suit a greedy target; a drawn token is less sure
             self._factors.copy_(1 / self._temperatures.clamp(min=hints.temperature))
         self.head.refresh()
-        kept = len(prompt) - (0 if features is None else features.shape[0])
-        if kept > self.cached(prompt):
+        before_features = len(prompt) - (0 if features is None else features.shape[0])
+        if before_features > self.cached(prompt):
             raise InputError(
-                f"features: missing for tokens {self.cached(prompt)} to {kept} of {len(prompt)}"
+                f"features: missing for tokens {self.cached(prompt)} to {before_features} of {len(prompt)}"
             )
-        waiting = max(kept - self.cache.length, 0)
+        waiting = max(before_features - self.cache.length, 0)
         unread = torch.cat([rows[:waiting] for rows in (*self._unread, self._features)])[:waiting]
         if features is not None:
             unread = torch.cat([unread, features.to(unread.dtype)])
-        self.cache.crop(min(self.cache.length, kept))
+        self.cache.crop(min(self.cache.length, before_features))
         self._tokens = list(prompt)
         last = unread[-1:]  # waits for the root
         self.taken.fill_(len(last))
@@ -226,34 +231,36 @@ class EagleDraft(RowDraft):
     def shares(self) -> bool:  # type: ignore[override]
         return isinstance(self.head, NativeHead)
 
-    def _shared(self, rows: Rows, given: PassRows) -> HeadRows:
+    def _shared(self, rows: Rows, pass_rows: PassRows) -> HeadRows:
         return cast(NativeHead, self.head).asked(
             self._states,
-            given.sources,
+            pass_rows.sources,
             rows,
-            given.one,
-            None if given.one is None else self._features[: rows.tokens.shape[0]],
+            pass_rows.one,
+            None if pass_rows.one is None else self._features[: rows.tokens.shape[0]],
         )
 
     def _run(
-        self, rows: Rows, given: PassRows, shared: HeadRows | None = None
+        self, rows: Rows, pass_rows: PassRows, shared: HeadRows | None = None
     ) -> tuple[Tensor, Tensor]:
         if not torch.is_inference_mode_enabled():  # to ask costs less than to enter it again
             with torch.inference_mode():
-                return self._run(rows, given, shared)
+                return self._run(rows, pass_rows, shared)
         began = time.perf_counter()
         if shared is None:
-            unread = None if given.one is None else self._features[: rows.tokens.shape[0]]
-            logits, states = self.head.forward(self._states, given.sources, rows, given.one, unread)
+            unread = None if pass_rows.one is None else self._features[: rows.tokens.shape[0]]
+            logits, states = self.head.forward(
+                self._states, pass_rows.sources, rows, pass_rows.one, unread
+            )
         else:
             logits, states = shared.logits, shared.out[-len(shared.logits) :]
             self.model_seconds += shared.seconds
-        self._states.index_copy_(0, given.targets, states)
-        if given.factors is not None:
+        self._states.index_copy_(0, pass_rows.targets, states)
+        if pass_rows.factors is not None:
             logits = (
-                logits.mul_(given.factors)
+                logits.mul_(pass_rows.factors)
                 if logits.dtype is torch.float32
-                else logits * given.factors
+                else logits * pass_rows.factors
             )
         self.model_seconds += time.perf_counter() - began
         return logits, states

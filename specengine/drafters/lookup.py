@@ -24,7 +24,7 @@ from specengine.ops.select import COPIED, FREE, RECYCLED, Drafted, Step, mix_cop
 from specengine.ops.tree import Arrays, Beside, Free, TokenTree
 from specengine.records import Cycle
 
-# Share of positions at which a match of so many tokens was followed by the token that followed it before; of 0.7M
+# By tokens of a match: share of positions where the token after the match was the one that followed it before; of 0.7M
 # tokens that the embedded model wrote. They stand until a text has shown its own.
 PRIOR_HITS = (0.17, 0.45, 0.53, 0.65, 0.7, 0.74, 0.78, 0.93)
 PRIOR_WEIGHT = 8.0  # matches that the prior counts for
@@ -57,7 +57,7 @@ class Lookup(Wrapped):
     the draft's own; where nothing matches they are the draft's own. Of a draft that proposes only some tokens, or none
     at a node, the same holds: its rows are log-probabilities, whose sum may be less than one.
 
-    `recycling` is a source beside a draft with passes: `free` proposes its successors where copies leave probability.
+    `recycling` adds a source to a draft with passes: `free` proposes its successors where copies leave probability.
 
     The idea of copying is prompt lookup decoding (Saxena 2023); the mixture is that of pointer networks (Merity et
     al. 2017) with counted instead of learnt weights.
@@ -113,15 +113,15 @@ class Lookup(Wrapped):
             self._copies.columns(None if step.token_ids is None else step.token_ids.cpu())
             self._token_ids = step.token_ids
         drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks, self._copies)
-        made = object.__new__(Mixed)
-        vars(made).update(
+        mixed = object.__new__(Mixed)
+        vars(mixed).update(
             normalized=step.normalized,
             hidden=step.hidden,
             unmixed=drafted,
             _of=(tree.arrays, frontier),
         )
         # C++ would mix float32
-        return made if step.logits.dtype is not torch.float16 else dataclasses.replace(made)
+        return mixed if step.logits.dtype is not torch.float16 else dataclasses.replace(mixed)
 
 
 class Mixed(Step):
@@ -139,12 +139,12 @@ class Mixed(Step):
     def logits(self) -> Tensor:
         """Mix, and become a step like others."""
         assert self.unmixed is not None
-        found = self.unmixed.mixed(*self._of)
+        mixed = self.unmixed.mixed(*self._of)
         self.__class__ = Step  # type: ignore[assignment]
         vars(self).update(
-            logits=found.logits, token_ids=found.token_ids, marks=found.marks, unmixed=None
+            logits=mixed.logits, token_ids=mixed.token_ids, marks=mixed.marks, unmixed=None
         )
-        return found.logits
+        return mixed.logits
 
     token_ids = property(lambda self: (self.logits, self.token_ids)[1])
     marks = property(lambda self: (self.logits, self.marks)[1])
@@ -179,7 +179,7 @@ class Suffixes:
         self.extend(tokens[len(self._tokens) :])
 
     def restart(self, before: Sequence[int]) -> None:
-        """Forget everything. The next token stands behind `before`, whose own followers do not count."""
+        """Forget everything. The next token stands after `before`, whose own followers do not count."""
         self._tokens = list(before)
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
@@ -297,7 +297,7 @@ class Copies:
         self.clear()
 
     def begin(self, prompt: list[int], expected: Sequence[int]) -> None:
-        """Copy from `prompt` and the tokens behind it, and from `expected` as if it followed.
+        """Copy from `prompt` and the tokens after it, and from `expected` as if it followed.
 
         `prompt` is without its last token, which is the first of `expected` unless that is empty.
         """
@@ -450,9 +450,11 @@ class Copies:
 
         Those of the probability `least` or more, the likeliest first.
         """
-        left, copied = self._after(context)
+        uncopied, copied = self._after(context)
         recycled: Mapping[int, float] = {} if table is None else table.row(context[-1])
-        totals = {token: copied.get(token, 0.0) + left * share for token, share in recycled.items()}
+        totals = {
+            token: copied.get(token, 0.0) + uncopied * share for token, share in recycled.items()
+        }
         proposals = [
             (total, token, FREE | COPIED * (token in copied) | RECYCLED * (token in recycled))
             for token, total in (copied | totals).items()

@@ -52,9 +52,9 @@ class Recycling(Recycler):
 
     def __copy__(self) -> Recycling:
         """Return a draft for another text, which learns the same successors."""
-        made = Recycling(self.successors)
-        made.table = self.table
-        return made
+        draft = Recycling(self.successors)
+        draft.table = self.table
+        return draft
 
     @property
     def traits(self) -> Traits:

@@ -56,10 +56,10 @@ class SmallModel(RowDraft):
         super().__init__(self.lm.new_cache(1))
 
     def __copy__(self) -> SmallModel:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        RowDraft.__init__(made, self.lm.new_cache(1))
-        return made
+        draft = object.__new__(type(self))
+        draft.__dict__.update(self.__dict__)
+        RowDraft.__init__(draft, self.lm.new_cache(1))
+        return draft
 
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
@@ -73,10 +73,10 @@ class SmallModel(RowDraft):
         if isinstance(draft, str) and draft != embedded.NAME:
             missing = checkpoints.checks.why_absent(draft, offline=options.offline)
             if missing is not None:
-                known = _names(embedded.HEAD)
-                meant = did_you_mean(draft, known)
+                embedded_names = _names(embedded.HEAD)
+                meant = did_you_mean(draft, embedded_names)
                 raise InputError(
-                    f"draft: got {draft!r}, accepted {', '.join(known)}, a path or a Hub id; {missing}{meant}"
+                    f"draft: got {draft!r}, accepted {', '.join(embedded_names)}, a path or a Hub id; {missing}{meant}"
                 )
         return lambda target, tokenizer: cls.from_model(
             draft, target, tokenizer, options, checkpoints
@@ -101,7 +101,7 @@ class SmallModel(RowDraft):
             if options.backend == "huggingface"
             else None,  # native where it can
         )
-        model, own_tokenizer, _, own = checkpoints.pretrained.load_model(draft, loaded)
+        model, own_tokenizer, _, is_own = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
             raise InputError(
                 f"draft: the model is on {model.device}, accepted {target.device}, the target's device"
@@ -126,7 +126,7 @@ class SmallModel(RowDraft):
             )
         try:
             return cls(
-                model, target.vocab_size, pack=options.pack, captured=target.captured, merge=own
+                model, target.vocab_size, pack=options.pack, captured=target.captured, merge=is_own
             )
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"draft: {error}") from error
@@ -156,10 +156,10 @@ class SmallModel(RowDraft):
             self.cache, [min(token, self.lm.vocab_size - 1) for token in tokens], logits="none"
         )
 
-    def _run(self, rows: Rows, given: PassRows, shared: Any = None) -> tuple[Tensor, None]:
+    def _run(self, rows: Rows, pass_rows: PassRows, shared: Any = None) -> tuple[Tensor, None]:
         # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
         rows.tokens = rows.tokens.clamp(max=self.lm.vocab_size - 1)
-        logits, _ = self.lm.forward(rows, self.cache, one=given.one)
+        logits, _ = self.lm.forward(rows, self.cache, one=pass_rows.one)
         return logits[:, : self.vocab_size], None
 
 

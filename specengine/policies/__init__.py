@@ -120,7 +120,7 @@ class TreePolicy:
 
 
 # of a tree, as it is grown: its table of ancestors takes the square of that in bits
-MOST_NODES = 1 << 14
+MAX_NODES = 1 << 14
 
 
 def names() -> list[str]:
@@ -168,12 +168,12 @@ def make(name: str, /, **options: Any) -> TreePolicy:
             f"policy {name}: unknown preset {shown(preset)}, known are {', '.join(cls.presets) or '(none)'}"
             f"{did_you_mean(preset, cls.presets)}"
         )
-    made = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
-    if made.capacity > MOST_NODES:
+    policy = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
+    if policy.capacity > MAX_NODES:
         raise InputError(
-            f"policy {name}: its trees could have {made.capacity} nodes, accepted up to {MOST_NODES}"
+            f"policy {name}: its trees could have {policy.capacity} nodes, accepted up to {MAX_NODES}"
         )
-    return made
+    return policy
 
 
 def split_preset(name: str) -> tuple[str, str]:
@@ -241,21 +241,21 @@ def require_sizes(policy: TreePolicy) -> None:
             raise PolicyError(f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}")
 
 
-_SIZES = f"how many nodes its trees can have, 1 to {MOST_NODES}"
+_SIZES = f"how many nodes its trees can have, 1 to {MAX_NODES}"
 
 
 def _is_size(value: Any) -> bool:
     try:
-        return not isinstance(value, bool) and 1 <= operator.index(value) <= MOST_NODES
+        return not isinstance(value, bool) and 1 <= operator.index(value) <= MAX_NODES
     except TypeError:
         return False
 
 
-def no_nodes(policy: TreePolicy, method: str, found: Any) -> PolicyError:
+def no_nodes(policy: TreePolicy, method: str, returned: Any) -> PolicyError:
     """Return the error of a method that must return Nodes and returned something else."""
     ends = "" if method == "keep" else ", of which an empty one ends the tree"
     return PolicyError(
-        f"{name_of(policy)}: {method} returned {kind_of(found)}, accepted Nodes{ends}"
+        f"{name_of(policy)}: {method} returned {kind_of(returned)}, accepted Nodes{ends}"
     )
 
 
@@ -269,14 +269,14 @@ def endless(policy: TreePolicy) -> PolicyError:
 
 def twins(policy: TreePolicy | None, tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
     """Return the error of a tree in which two siblings carry the same token."""
-    seen: dict[tuple[int, int], int] = {}
+    nodes_by_edge: dict[tuple[int, int], int] = {}
     for node, edge in enumerate(zip(parents, tokens, strict=True)):
-        if edge in seen:
+        if edge in nodes_by_edge:
             break
-        seen[edge] = node
+        nodes_by_edge[edge] = node
     name = "" if policy is None else f"{name_of(policy)}: "
     return PolicyError(
-        f"{name}tree: nodes {seen[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
+        f"{name}tree: nodes {nodes_by_edge[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
         "siblings must carry distinct tokens, as must the columns of a Step"
     )
 
@@ -296,9 +296,9 @@ def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: 
     )
 
 
-def require_kept(policy: TreePolicy, kept: Tensor | None, grown: TokenTree) -> None:
+def require_kept(policy: TreePolicy, nodes: Tensor | None, grown: TokenTree) -> None:
     """Raise PolicyError where `keep` returned nodes that the tree does not have."""
-    if kept is not None and (fault := fault_of_nodes(Nodes.of(kept), grown)) is not None:
+    if nodes is not None and (fault := fault_of_nodes(Nodes.of(nodes), grown)) is not None:
         raise PolicyError(f"{name_of(policy)}: keep returned {fault}")
 
 

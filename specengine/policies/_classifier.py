@@ -1,4 +1,4 @@
-"""Small trained networks beside the policies: what they read, how they compute, how they are stored.
+"""Small trained networks for policies: what they read, how they compute, how they are stored.
 
 A module of policies, none itself. Training imports the same functions, so features exist once.
 """
@@ -254,10 +254,10 @@ def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:
         wrong["not finite"] = [
             name for name, tensor in state.items() if not bool(tensor.isfinite().all())
         ]
-    found = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
-    if found:
+    faults = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
+    if faults:
         raise InputError(
-            f"{where} holds other tensors than this policy's network; {'; '.join(found)}"
+            f"{where} holds other tensors than this policy's network; {'; '.join(faults)}"
         )
     net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     return net.eval().requires_grad_(False)

@@ -86,11 +86,11 @@ class LtdShape:
         return self.grown(self.expansions)
 
     def grown(self, expansions: int) -> int:
-        """Return the number of nodes after so many expansions, the root excluded."""
+        """Return the number of nodes after `expansions` expansions, the root excluded."""
         return self.width + expansions * self.width**2
 
     def asks(self, expansions: int) -> bool:
-        """Return whether the depth network is asked after so many expansions."""
+        """Return whether the depth network is asked after `expansions` expansions."""
         return self.least <= expansions < self.expansions and expansions % self.check_every == 0
 
     @property
@@ -134,9 +134,9 @@ class Networks(nn.Module):
         """Return the networks on a device, as a copy if they stand elsewhere."""
         if self.device == device:
             return self
-        made = copy.deepcopy(self).to(device)
-        made._list_parameters()
-        return made
+        moved = copy.deepcopy(self).to(device)
+        moved._list_parameters()
+        return moved
 
     @property
     def hidden(self) -> dict[str, list[int]]:
@@ -231,12 +231,12 @@ def load(networks: str) -> Trained:
                 },
             )
         )
-        made = Networks(shape, facts["hidden"], facts["activation"])
+        empty_networks = Networks(shape, facts["hidden"], facts["activation"])
     except UNREADABLE as error:
         raise InputError(
             f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
         ) from error
-    return Trained(filled(made, state, where), facts)
+    return Trained(filled(empty_networks, state, where), facts)
 
 
 # ---------------------------------------------------------------------------------------------------- released files

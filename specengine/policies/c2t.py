@@ -101,12 +101,12 @@ class C2t(TreePolicy):
             ops.held(ops.number(frontier.live) * tokens.shape[1]),
             ops.held(self.hard_cap - ops.number(tree.size)),
         )
-        kept = self.select(confidence.reshape(-1), proposed, tree.passes, room)
-        parents = frontier.ids.index_select(0, kept.ids // tokens.shape[1])
+        selected = self.select(confidence.reshape(-1), proposed, tree.passes, room)
+        parents = frontier.ids.index_select(0, selected.ids // tokens.shape[1])
         tokens, log_probs = (
-            part.reshape(-1).index_select(0, kept.ids) for part in (tokens, log_probs)
+            values.reshape(-1).index_select(0, selected.ids) for values in (tokens, log_probs)
         )
-        nodes = tree.add(parents, tokens, log_probs, kept.live)
+        nodes = tree.add(parents, tokens, log_probs, selected.live)
         return nodes.where((passes < self.max_depth) & (ops.number(tree.size) < self.hard_cap))
 
     def select(self, confidence: Tensor, proposed: Tensor, level: Tensor, room: Tensor) -> Nodes:
@@ -117,12 +117,12 @@ class C2t(TreePolicy):
         """
         most = min(self.rows, confidence.shape[0])
         sure = confidence.masked_fill(confidence < self.threshold, -math.inf)
-        kept = ops.select_best(sure, proposed, most, room)
-        few = (ops.number(level) == 1) & (ops.number(kept.live) < self.min_level1)
+        confident = ops.select_best(sure, proposed, most, room)
+        few = (ops.number(level) == 1) & (ops.number(confident.live) < self.min_level1)
         if is_down(few):
-            return kept
+            return confident
         least = ops.select_best(confidence, proposed, most, room.clamp(max=self.min_level1))
         return Nodes(
-            ops.held(ops.where(few, least.ids, kept.ids)),
-            ops.held(ops.where(few, least.live, kept.live)),
+            ops.held(ops.where(few, least.ids, confident.ids)),
+            ops.held(ops.where(few, least.live, confident.live)),
         )

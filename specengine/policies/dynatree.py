@@ -27,7 +27,7 @@ DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE, LOW_FLOOR = 2, (0.5, 0.95), (0.3, 0.8), 0.0
 class DynaTree(TreePolicy):
     """A sure draft gets one child, an unsure one three; improbable paths end early, probable ones go on for longer.
 
-    A node has `branch_min` children if the draft's largest probability behind it is `high` or more, `branch_max` if
+    A node has `branch_min` children if the draft's largest probability after it is `high` or more, `branch_max` if
     it is below `low`, else `branch_mid`. It is drafted from only while its path probability is `stop` or more, and
     beyond `base_depth` only while it is `deep` or more. Depths count as in the paper, where the first drafted token
     has depth 0.
@@ -159,13 +159,13 @@ class DynaTree(TreePolicy):
             ops.held(self.capacity - ops.number(tree.size)),
         )
         depths, paths = (
-            part.index_select(0, nodes.ids) for part in (tree.depths, tree.path_log_probs)
+            values.index_select(0, nodes.ids) for values in (tree.depths, tree.path_log_probs)
         )
         shallow = (depths <= base_depth) | (paths >= deep)
         drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
-        found = ops.select_best(drafted.float().log(), nodes.live, self.rows)  # 0 or -inf
-        ids = nodes.ids.index_select(0, found.ids) if len(nodes.ids) else found.ids
-        return Nodes(ids, found.live).where(ops.number(tree.size) < self.capacity)
+        expanded = ops.select_best(drafted.float().log(), nodes.live, self.rows)  # 0 or -inf
+        ids = nodes.ids.index_select(0, expanded.ids) if len(nodes.ids) else expanded.ids
+        return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)
 
     def learn(self, outcome: Outcome) -> None:
         cycle = outcome.cycle
@@ -214,8 +214,8 @@ class DynaTree(TreePolicy):
         else:
             self._low = _clip(self._low - by * self.step, LOW_FLOOR, self._high - LOW_FLOOR)
         for moved in self._moved.values():
-            for held, value in zip(moved, self._settings, strict=True):
-                held.fill_(value)
+            for setting, value in zip(moved, self._settings, strict=True):
+                setting.fill_(value)
 
     @property
     def _settings(self) -> list[float]:

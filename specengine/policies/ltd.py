@@ -116,30 +116,30 @@ class Ltd(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         done, shape = ops.number(tree.passes) - 1, self._shape
-        asked = (
+        checks = (
             (done >= shape.least)
             & (done < shape.expansions)
             & (done % shape.check_every == 0)
             & (self.depth is None)
         )
-        if is_down(asked):
-            return asked
+        if is_down(checks):
+            return checks
         expansions = ops.held(done)
-        return asked & ~self._decisions[tree.device].goes_on(
+        return checks & ~self._decisions[tree.device].goes_on(
             observed("depth", tree, self._context[tree.device], expansions, shape), expansions
         )
 
     def keep(self, tree: TokenTree) -> Nodes:
         sizes = self._sizes[tree.device]
         if self.size is None:
-            seen = observed(
+            observation = observed(
                 "size",
                 tree,
                 self._context[tree.device],
                 (tree.passes - 1).clamp(min=0),  # a capture may run over a tree without a pass
                 self._shape,
             )
-            sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(seen))
+            sizes = sizes.index_select(0, self._decisions[tree.device].choose_size(observation))
         return tree.best_of_all(self.budget, sizes)
 
 

@@ -62,7 +62,7 @@ class Salf(TreePolicy):
     def capacity(self) -> int:
         # The best node of each batch is never driven out again, as path probabilities only fall: a batch that is
         # drawn after i others can bring budget - 1 - i nodes into the tree, and no more batches than that exist.
-        # Nodes at the greatest depth are drawn beside a batch.
+        # Nodes at the greatest depth are drawn in addition to a batch.
         most = self.batch if self.max_depth is None else self.budget
         drawn = sum(min(most, self.budget - i) for i in range(1, self.budget))
         return 1 + drawn + (self.budget - 1 if self.fill else 0)
@@ -80,10 +80,10 @@ class Salf(TreePolicy):
         bound = ops.where(
             ops.number(tree.passes) == 1, -math.inf, queues.bound
         )  # those of the tree before are still there
-        found = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
+        candidates = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         drawn = ops.step_queues(
             queues,
-            found,
+            candidates,
             frontier,
             tree.depths,
             step.token_ids,

@@ -65,6 +65,6 @@ class Talon(TreePolicy):
         robust = passes <= self.robust_layers
         limit = ops.where(robust, ops.at_most(room, self.width), room)
         gate = ops.where(robust, -math.inf, math.log(self.mu))
-        found = step.candidates(tree, frontier, self.rows, limit=limit, log_gate=gate)
-        nodes = tree.add(*step.children(frontier, found))
+        candidates = step.candidates(tree, frontier, self.rows, limit=limit, log_gate=gate)
+        nodes = tree.add(*step.children(frontier, candidates))
         return nodes.where((ops.number(tree.size) < self.budget) & (passes < self.passes))

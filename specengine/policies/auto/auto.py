@@ -32,7 +32,8 @@ MAX_ROUNDS = 64  # each is played through for every width before every pass
 MIN_PATH = 1e-4  # chance of a path that becomes a node
 LEAVES, MAX_FREE = 12, 20  # nodes asked for free continuations, and the number of these
 MIN_FREE = 0.03  # stated probability of such a path
-SURE = 0.5  # stated probability of a free path by which a cycle may do without a draft pass
+# stated probability of a free path by which a cycle may do without a draft pass
+MIN_FREE_PASS = 0.5
 REPRICED = 16  # cycles between repricings
 
 
@@ -134,7 +135,7 @@ class Auto(TreePolicy):
             state.enter(self._group, state.trained)
 
     def learn_with(self, other: Auto) -> None:
-        """Learn together with another one, whose texts are answered beside this one's, and price seconds alike.
+        """Share statistics and the price of a second with the policy of another text in the same batch.
 
         So a node is drafted in the text where it promises most, over all texts.
         """
@@ -149,7 +150,7 @@ class Auto(TreePolicy):
         if (trained := tree.origin == "draft") is not state.trained:
             state.enter(self._group, trained)
         free = _source(tree) if ops.is_free(tree.size) else None
-        bounds = self.budget, math.log(SURE)
+        bounds = self.budget, math.log(MIN_FREE_PASS)
         pays = (
             ops.number(
                 ops.start_search(tree.arrays, tree.size, state.bound, self.rounds, free, bounds)
@@ -157,12 +158,12 @@ class Auto(TreePolicy):
             > 0
         )
         skipped = ops.number(state.skipped)
-        asked = pays | (skipped >= self.patience)
-        if isinstance(asked, Tensor):
-            state.skipped.copy_(torch.where(asked, 0, skipped + 1))
+        drafts = pays | (skipped >= self.patience)
+        if isinstance(drafts, Tensor):
+            state.skipped.copy_(torch.where(drafts, 0, skipped + 1))
         else:
-            state.skipped.fill_(0 if asked else skipped + 1)
-        return tree.root_alone().where(asked)
+            state.skipped.fill_(0 if drafts else skipped + 1)
+        return tree.root_alone().where(drafts)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state[tree.device]
@@ -234,7 +235,7 @@ class Auto(TreePolicy):
             state.skipped.fill_(self.patience)  # the draft is looked at as well
 
     def _time_graphs(self, cycle: Cycle, took: float) -> None:
-        """Learn from a cycle of graphs that took so many seconds; others say nothing of them."""
+        """Learn from a cycle of graphs that took `took` seconds; cycles without graphs say nothing about graphs."""
         passes = int(cycle.tree.passes)
         if cycle.seconds.captured and self._costs.base.padded:
             self._pace.observe(

@@ -171,7 +171,7 @@ class CostModel:
             self.experts.extra = 0.0
 
     def _by_nodes(self, rows: list[float]) -> Tensor:
-        """Return the price of so many nodes of this text; rows: seconds of rows of all texts together."""
+        """Return the price of this text's nodes, by their number; rows: seconds of a batch's rows, by their number."""
         return _tensor(rows) if self.shared is None else self.shared.added(_tensor(rows))
 
 

@@ -72,11 +72,11 @@ class ExpertReads:
         return self.extra
 
     def _added(self, ratios: Iterable[float]) -> list[float]:
-        found, read = [float(self.each)], float(self.each)
+        added, read = [float(self.each)], float(self.each)
         for ratio in ratios:
-            found.append(self.each * min(1.0, ratio * (1 - read / self.existing)))
-            read += found[-1]
-        return found
+            added.append(self.each * min(1.0, ratio * (1 - read / self.existing)))
+            read += added[-1]
+        return added
 
 
 class _Count:
@@ -91,9 +91,9 @@ class _Count:
         return cls(*(sum(column) for column in zip(*parts, strict=True)))
 
     def add(self, new: float, independent: float) -> None:
-        kept = min(1.0, COUNTED_ROWS / (self.rows + 1))
-        self.new, self.independent = kept * self.new + new, kept * self.independent + independent
-        self.rows = kept * self.rows + 1
+        decay = min(1.0, COUNTED_ROWS / (self.rows + 1))
+        self.new, self.independent = decay * self.new + new, decay * self.independent + independent
+        self.rows = decay * self.rows + 1
 
     def ratio(self, wider: float) -> float:
         """Return new over independent experts; `wider`, that of a wider count, stands for WIDER_ROWS rows."""
@@ -103,8 +103,8 @@ class _Count:
 
 def relations(parents: Sequence[int], depths: Sequence[int]) -> list[int]:
     """Return the relation of each node below the root to the nodes before it."""
-    seen, found = set[int](), list[int]()
+    parents_seen, by_node = set[int](), list[int]()
     for parent, depth in zip(parents[1:], depths[1:], strict=True):
-        found.append(relation_of(depth, parent in seen))
-        seen.add(parent)
-    return found
+        by_node.append(relation_of(depth, parent in parents_seen))
+        parents_seen.add(parent)
+    return by_node

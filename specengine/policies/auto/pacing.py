@@ -11,8 +11,8 @@ from functools import partial
 
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
 # tokens per cycle that trees are credited with: at first, in a new text, later
-HOPE, NEW_TEXT, AGAIN = 0.2, 0.03, 0.01
-# tokens per cycle below which plain cycles are timed, and so many of them
+FIRST_CREDIT, NEW_TEXT, LATER_CREDIT = 0.2, 0.03, 0.01
+# tokens per cycle below which plain cycles are timed, and how many are
 SMALL_GAIN, TIMED = 0.1, 4
 FIRST_REST, MAX_REST = 32, 128  # cycles of a rest
 REPEATED = 4  # cycles of a rest for each of the last tokens that must stand in the text before, to end it at once
@@ -49,7 +49,7 @@ class Pace:
 
     state: PaceState = PaceState.DRAFTING
     resting: int = 0  # cycles to go
-    _gain: float = HOPE
+    _gain: float = FIRST_CREDIT
     _spread: float = SPREAD
     _length: int = FIRST_REST  # of the next rest
     _worked: int = FIRST_REST  # cycles with trees since the last rest
@@ -81,7 +81,7 @@ class Pace:
         expected: float = 1.0,
         repeated: int = 0,
     ) -> None:
-        """Take in a cycle of so many tokens and seconds.
+        """Take in a cycle's tokens and seconds.
 
         plain: the predicted seconds of a plain cycle; drafted: whether it drafted although it was to rest; expected:
         what a plain cycle is thought to take over `plain`, until some were timed; repeated: as in Cycle.
@@ -104,7 +104,7 @@ class Pace:
         self.resting = 0 if REPEATED * repeated >= self._length else self.resting - 1
         if not self.resting:
             self.state = PaceState.RETURNING
-            self._gain = max(self._gain, AGAIN)
+            self._gain = max(self._gain, LATER_CREDIT)
             self._worked = 0
             self._trial_gain = 0.0
 

@@ -24,8 +24,8 @@ READS, STAYS = Plan(reads_costs=True), Plan()
 class PricesByCount(NamedTuple):
     """Costs in any one unit, float64.
 
-    verify    [nodes + 1], of verifying so many nodes, the root included; entry 0 is 0
-    draft     [width + 1], of a draft pass from so many nodes; entry 0 is 0
+    verify    [nodes + 1], entry n: of verifying n nodes, the root included; entry 0 is 0
+    draft     [width + 1], entry n: of a draft pass from n nodes; entry 0 is 0
     overhead  [1], of a drafted cycle besides
     """
 
@@ -41,11 +41,11 @@ class Priced(TreePolicy):
     costs: str | PassCosts
 
     def price(self, nodes: int, width: int) -> None:
-        """Prepare prices of trees of up to so many nodes, the root included, and of passes from up to so many."""
-        given = ASSUMED if self.costs == MEASURED else self.costs
+        """Prepare prices of trees of up to `nodes` nodes, the root included, and of passes from up to `width`."""
+        costs = ASSUMED if self.costs == MEASURED else self.costs
         self._sizes, self._known = (
             (nodes, width),
-            given if isinstance(given, PassCosts) else find_costs(given),
+            costs if isinstance(costs, PassCosts) else find_costs(costs),
         )
         self._find: Callable[[], PassCosts] | None = None
         self._context = self._cycles = 0
@@ -71,7 +71,7 @@ class Priced(TreePolicy):
             self._reprice()
 
     def spend(self, tree: TokenTree, width: Tensor) -> Tensor:
-        """Add the tree's newest draft pass, from so many nodes, int32 [1], to its cost; return that cost, float64 [1].
+        """Add the tree's newest draft pass, from `width` nodes, int32 [1], to its cost; return that cost, float64 [1].
 
         A pass from none is none. The first one comes with the overhead.
         """
@@ -92,5 +92,5 @@ class Priced(TreePolicy):
         if self._find is not None:
             self._known = self._find()
         for device, prices in self._prices.items():
-            for held, value in zip(prices, self._priced(device), strict=True):
-                held.copy_(value)  # captures read this memory
+            for price, value in zip(prices, self._priced(device), strict=True):
+                price.copy_(value)  # captures read this memory

@@ -17,17 +17,17 @@ from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, require, require_minimum
 from specengine.policies.baselines._priced import MEASURED, Priced
 
-LEAST = 1e-300  # utility that ratios are taken to
+MIN_UTILITY = 1e-300  # utility that ratios are taken to
 
 
 @dataclass
 class Cast(Priced):
     """Draft from the nodes, grow the layers and verify the nodes whose utility over cost is above a threshold each.
 
-    Utility is summed path probability, and the unit of costs is the verification of one node. From a layer's nodes, the
-    likeliest first, so many are drafted from that the last group of them brings `breadth` per unit of draft time. There
-    is a further layer while the utility of these, times the ratio by which it fell in recent layers, is `deeper` per
-    unit of their pass. Of all nodes so many are verified that the last group brings `verified` per unit.
+    Utility is summed path probability. The unit of costs is the verification of one node. A layer's nodes are drafted
+    from, the likeliest first, until the next group brings less than `breadth` per unit of draft time. A further layer
+    follows while the utility of these nodes, times the ratio by which it fell in recent layers, is `deeper` per unit of
+    their pass. Nodes are verified, the likeliest first, until the next group brings less than `verified` per unit.
 
     budget    nodes verified, at most, the root included
     children  children per node (K)
@@ -91,8 +91,8 @@ class Cast(Priced):
             gained, (ops.number(tree.passes) > 1) & (ops.number(nodes.live) > 0), tree.device
         )
         goes_on = (fall * gained >= self.deeper * cost) & (nodes.live > 0)
-        found = ops.select_best(tree.scores(nodes), nodes.live, self.width, count.int())
-        beam = Nodes(nodes.ids.index_select(0, found.ids), found.live)
+        best = ops.select_best(tree.scores(nodes), nodes.live, self.width, count.int())
+        beam = Nodes(nodes.ids.index_select(0, best.ids), best.live)
         return beam.where(goes_on).where(ops.number(tree.passes) < self.passes)
 
     def keep(self, tree: TokenTree) -> Nodes:
@@ -108,11 +108,11 @@ class Cast(Priced):
         """
         last, ratios, present = self._falls[device]
         newest = (
-            torch.cat([ratios[1:], gained / last.clamp(min=LEAST)]),
+            torch.cat([ratios[1:], gained / last.clamp(min=MIN_UTILITY)]),
             torch.cat([present[1:], torch.ones_like(last)]),
         )
-        for held, moved in zip((ratios, present), newest, strict=True):
-            held.copy_(ops.held(ops.where(later, moved, held)))
+        for memory, moved in zip((ratios, present), newest, strict=True):
+            memory.copy_(ops.held(ops.where(later, moved, memory)))
         last.copy_(gained)
         return (ratios * present).sum(0, keepdim=True) / present.sum(0, keepdim=True)
 

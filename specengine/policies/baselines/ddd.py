@@ -45,11 +45,11 @@ class Ddd(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         passes = ops.number(tree.passes)
-        asked: Flag = False
+        checks: Flag = False
         for check in self.checks:
-            asked = asked | (passes == check + 1)
+            checks = checks | (passes == check + 1)
         return (
-            asked
-            if is_down(asked)
-            else asked & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
+            checks
+            if is_down(checks)
+            else checks & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
         )

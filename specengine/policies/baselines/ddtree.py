@@ -21,7 +21,7 @@ class DDTree(TreePolicy):
 
     A node's probability is the product of its tokens' over the positions of its path, whatever tokens stand there. A
     draft that gives several positions in one pass (`Step.further`) needs one pass per block. Of others each pass brings
-    the next position: the distribution behind the likeliest path, which the other paths borrow.
+    the next position: the distribution after the likeliest path, which the other paths borrow.
 
     budget  nodes verified, the root included; the paper's budgets leave it out
     block   positions
@@ -70,17 +70,20 @@ class DDTree(TreePolicy):
             above = ops.select_best(at, tree.size, self.budget - 1).where(there)
             scores = tree.path_log_probs.index_select(0, above.ids)
             shared = edges[place].expand(len(scores), -1).contiguous()
-            found = ops.best_candidates(
+            candidates = ops.best_candidates(
                 shared, scores, above.live, self.budget - 1, normalized=True
             )
-            parents = above.ids.index_select(0, found.rows)
+            parents = above.ids.index_select(0, candidates.rows)
             layer = tree.add(
-                parents, tokens[place].index_select(0, found.columns), found.log_probs, found.live
+                parents,
+                tokens[place].index_select(0, candidates.columns),
+                candidates.log_probs,
+                candidates.live,
             )
         return layer
 
     def unfinished(self, tree: TokenTree, layer: Nodes) -> Flag:
-        """Return whether positions of the block are left behind those of a layer."""
+        """Return whether the block has positions after those of a layer."""
         return (ops.number(layer.live) > 0) & (
             ops.number(tree.depths.index_select(0, layer.ids[:1])) < self.block
         )

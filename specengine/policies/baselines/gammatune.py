@@ -66,9 +66,9 @@ class Gammatune(Beam):
         if not height:
             return
         self._mean += self.rate * (cycle.accepted - self._mean)
-        wanted = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
+        target_height = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
         self._height = min(
-            max(wanted, -(-self.height // 2)), int(1.5 * self.height), self.expansions + 1
+            max(target_height, -(-self.height // 2)), int(1.5 * self.height), self.expansions + 1
         )
-        for known in self._heights.values():
-            known.fill_(self._height)
+        for height_tensor in self._heights.values():
+            height_tensor.fill_(self._height)

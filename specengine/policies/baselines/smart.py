@@ -63,18 +63,20 @@ class Smart(Priced):
         spent = self.spend(tree, frontier.live)
         edges, tokens = step.best_children(self.children)
         scores = tree.path_log_probs.index_select(0, frontier.ids)
-        found = ops.best_candidates(
+        candidates = ops.best_candidates(
             edges, scores, frontier.live, self.width, limit=room, normalized=True
         )
-        taken = self._taken(tree, found, spent, passes < self.passes)
+        taken = self._taken(tree, candidates, spent, passes < self.passes)
         parents, chosen = (
-            frontier.ids.index_select(0, found.rows),
-            tokens[found.rows, found.columns],
+            frontier.ids.index_select(0, candidates.rows),
+            tokens[candidates.rows, candidates.columns],
         )
-        nodes = tree.add(parents, chosen, found.log_probs, taken)
+        nodes = tree.add(parents, chosen, candidates.log_probs, taken)
         return nodes.where((passes < self.passes) & (ops.number(tree.size) < self.budget))
 
-    def _taken(self, tree: TokenTree, found: Candidates, spent: Tensor, drafts: Flag) -> Tensor:
+    def _taken(
+        self, tree: TokenTree, candidates: Candidates, spent: Tensor, drafts: Flag
+    ) -> Tensor:
         """Return how many of the candidates to take, int32 [1]: the first, as later ones bring less at the same cost.
 
         spent: float64 [1], of the tree's passes; drafts: whether there may be a further one.
@@ -82,16 +84,16 @@ class Smart(Priced):
         prices, device = self._prices[tree.device], tree.device
         place = torch.arange(self.width + 1, device=device, dtype=torch.int64)
         there = torch.arange(tree.capacity, device=device, dtype=torch.int64) < tree.size
-        known = (
+        expected_tokens = (
             tree.path_log_probs.masked_fill(~there, -math.inf).double().exp().sum(0, keepdim=True)
         )
-        brings = found.scores.double().exp().masked_fill(place[:-1] >= found.live, 0.0)
-        tokens = known + brings.cumsum(0) - brings  # of the tree before each candidate
+        brings = candidates.scores.double().exp().masked_fill(place[:-1] >= candidates.live, 0.0)
+        tokens = expected_tokens + brings.cumsum(0) - brings  # of the tree before each candidate
         verify = prices.verify.index_select(
             0, (tree.size + place).clamp(max=self.budget)
         )  # no more have room
         costs = spent + verify + prices.draft * drafts
         raises = (self.discount * brings * costs[:-1] > tokens * costs.diff()) & (
-            place[:-1] < found.live
+            place[:-1] < candidates.live
         )
         return raises.int().cumprod(0).sum(0, keepdim=True).int()

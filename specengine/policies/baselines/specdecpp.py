@@ -58,17 +58,19 @@ class Specdecpp(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         states = self._require(step.hidden).to(tree.device)
-        known = self._reached[tree.device]
-        known[:1].fill_(1.0)  # the root is certain
+        reach_probabilities = self._reached[tree.device]
+        reach_probabilities[:1].fill_(1.0)  # the root is certain
         passes = ops.number(tree.passes)
         below = passes > 1
         if is_down(below):
             return below
-        above = known.index_select(0, tree.parents.index_select(0, frontier.ids).clamp(min=0))
+        above = reach_probabilities.index_select(
+            0, tree.parents.index_select(0, frontier.ids).clamp(min=0)
+        )
         reached = above * self._learned.on[states.device](states)
         if isinstance(below, Tensor):
             reached = reached.masked_fill(~below, 1.0)
-        known.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
+        reach_probabilities.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
         doubt = ops.doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
         return below & (passes > self.minimum) & (doubt > self.threshold)
 

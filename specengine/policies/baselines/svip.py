@@ -15,7 +15,7 @@ from specengine.policies._beam import Beam
 
 @dataclass
 class Svip(Beam):
-    """Stop once sqrt(factor * H) is above `threshold`, with H the entropy in nats behind the best node drafted from.
+    """Stop once sqrt(factor * H) is above `threshold`, with H the entropy in nats after the best node drafted from.
 
     The uncertain token itself is still proposed. With a width of 1 this is the published rule for chains.
 
