@@ -17,7 +17,7 @@ help:  ## list the targets
 demo: $(VENV)/.installed-run  ## generate with and without speculation, and compare
 	$(VENV)/bin/specengine bench --demo
 
-# examples of property tests: `ci` repeats them in every run, `explore` draws new ones
+# examples of property tests: `ci` repeats them in every run, `quick` a quarter of them, `explore` draws new ones
 PROPERTIES ?= $(if $(CI),ci,explore)
 # .ci/run calls both targets: RECORD=1 makes `test` record coverage, AFTER_TEST=1 makes `test-all` add to it, without
 # repeating the tests of `test`
@@ -27,7 +27,7 @@ IN_PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 COVERAGE := --cov=specengine --cov-report=
 
 test: $(VENV)/.installed-dev  ## tests enough to trust a change, in minutes; none needs a GPU
-	$(RUN) -m pytest $(IN_PARALLEL) -m "not slow" --hypothesis-profile=ci $(if $(RECORD),$(COVERAGE))
+	$(RUN) -m pytest $(IN_PARALLEL) -m "not slow" --hypothesis-profile=quick $(if $(RECORD),$(COVERAGE))
 
 test-all: SANITIZED_TESTS = tests/border tests/csrc tests/models -m "not slow"
 # after `make test`, as in .ci/run, only what that left out of this environment; the others take environments of their own

@@ -26,8 +26,10 @@ STARTED = time.time()
 with contextlib.suppress(ImportError):  # a machine with a GPU and no network may have no Hypothesis
     from hypothesis import settings
 
-    # the same examples in every run, or others each time, kept where one fails; --hypothesis-profile picks one
+    # the same examples in every run, all or a quarter of them; or others each time, kept where one fails;
+    # --hypothesis-profile picks one
     settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+    settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
     settings.register_profile("explore", settings.get_profile("default"), deadline=None)
     settings.load_profile("ci" if os.environ.get("CI") else "explore")
 

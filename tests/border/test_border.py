@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from tests.border.networks import (
     uneven,
     weights,
 )
+from tests.examples import examples
 
 _ops = pytest.importorskip("specengine._ops")
 _cpu = pytest.importorskip("specengine._cpu")
@@ -269,7 +270,7 @@ def test_numbers_out_of_range_never_become_an_address(name: str) -> None:
             outcome(run, memory, arguments)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@examples(300, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_mixture_of_wrong_arguments_does_no_harm(data: st.DataObject) -> None:
     run, build, _ = function(data.draw(st.sampled_from(NAMES)))

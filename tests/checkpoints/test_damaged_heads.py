@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from specengine.checkpoints.eagle import load_head
 from specengine.errors import CheckpointError
 from tests.checkpoints.layouts import FLAT, READ, THIRD, official, same, write
+from tests.examples import examples
 from tests.toy import VOCABULARY, head_config, random_state
 
 
@@ -35,9 +36,7 @@ WEIGHTS = sorted(
     )
     if "2" not in name
 )
-quickly = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quickly = examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @quickly

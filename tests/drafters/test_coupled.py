@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from specengine.ops.tree import TokenTree
 from specengine.policies import make
 from specengine.request.sampling import signed
 from tests.drafters.test_free import Silent
+from tests.examples import examples
 from tests.lossless.engines import engines, prompt_of
 from tests.toy import LetterTokenizer, Tables, ToyDrafter, ToyTarget, near_copy, tiny
 
@@ -33,7 +34,7 @@ def coupled(drafter: Any, seed: int, scale: float, length: int) -> Coupled:
 @given(
     seed=st.integers(-(2**63), 2**64 - 1), position=st.integers(0, 2**40), size=st.integers(1, 3000)
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_it_is_the_noise_of_the_draw(seed: int, position: int, size: int) -> None:
     """In float32, so that near-ties may fall otherwise; in columns of any order."""
     scores = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) * 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +23,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
+from tests.examples import examples
 from tests.toy import VOCABULARY, RandomShape, Tables, ToyTarget, byte_tokenizer, nodes_of, tiny
 
 PROMPT = [*range(40, 52)]
@@ -80,7 +81,7 @@ def test_ngram_suffixes_shorter_than_the_shortest_do_not_count() -> None:
     )  # (1, 2, 3), then (2, 3)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
     st.integers(1, 3),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from specengine.drafters import Drafter, Hints, Traits
@@ -18,6 +18,7 @@ from specengine.ops.select import COPIED, FREE, RECYCLED, Step
 from specengine.ops.tree import Free, TokenTree
 from specengine.records import Cycle, Seconds
 from tests.drafters.test_lookup import longest_match
+from tests.examples import examples
 from tests.toy import Tables, ToyDrafter, nodes_of, random_tree
 
 VOCABULARY = 5
@@ -130,7 +131,7 @@ ROWS = st.dictionaries(
 TEXT = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(TEXT, TEXT, ROWS, st.integers(0, 99), st.integers(1, 12), st.floats(-3.5, -0.5), st.data())
 def test_they_are_the_best_of_all(
     text: list[int],

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.short_models import first_layers
@@ -20,6 +20,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import COPIED, Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
+from tests.examples import examples
 from tests.toy import Tables, ToyDrafter, ToyTarget, nodes_of, policy_for, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +53,7 @@ def longest_match(
     return 0, []
 
 
-@settings(deadline=None, max_examples=250)
+@examples(250)
 @given(
     st.lists(st.integers(0, 3), min_size=2, max_size=40),
     st.lists(st.integers(0, 6), max_size=4),
@@ -228,7 +229,7 @@ def test_a_match_that_was_always_right_still_leaves_the_draft_a_share() -> None:
     assert min(found.values()) > 0
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.sampled_from([name for name in policies.names() if name != "plain"]),
     st.sampled_from(["copies", "recycled", "both"]),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.short_models import first_layers
@@ -15,6 +15,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.engine import Engine
 from specengine.records import Cycle
 from tests.engine.engines import engine_of, tokenizer
+from tests.examples import examples
 from tests.toy import Tables, ToyDrafter, ToyTarget, policy_for, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +61,7 @@ LENDING = (
 )  # below a node that was not drafted from, they take another node's distribution
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.sampled_from([name for name in policies.names() if name != "plain"]),
     st.sampled_from(["copies", "recycled", "both"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
+from tests.examples import examples
 from tests.models.native_engines import lm_of, needs_extension
 from tests.toy import (
     POLICIES,
@@ -67,7 +68,7 @@ def likeliest(logits: Tensor, count: int) -> dict[int, float]:
 # ---------------------------------------------------------------------------------------------------- what is kept
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data(), st.integers(1, 9), st.integers(1, 12))
 def test_it_keeps_the_likeliest_successors_of_every_node(
     data: st.DataObject, count: int, nodes: int
@@ -177,7 +178,7 @@ worlds = st.tuples(
 
 @pytest.mark.sliced(9)
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(world=worlds, seed=st.integers(0, 10_000))
 def test_answers_equal_plain_decoding(
     policy: str, world: tuple[int, float, float], seed: int

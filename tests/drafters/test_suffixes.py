@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specengine import ops
 from specengine.drafters import lookup
 from specengine.drafters.lookup import CEILING, FOLLOWERS, PRIOR_HITS, PRIOR_WEIGHT, contexts
+from tests.examples import examples
 from tests.toy import random_tree
 
 COMPILED = ops.backends()["mix_rows"].name == "cpp"
@@ -40,7 +41,7 @@ def searched(
 
 
 @each_backend
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(TOKENS, TOKENS, LENGTHS, st.integers(0, 9))
 def test_matches_are_those_of_a_search(
     module: Any, tokens: list[int], context: list[int], lengths: tuple[int, int], first: int
@@ -144,7 +145,7 @@ def rows_of(tokens: Sequence[int], count: int, seed: int) -> tuple[torch.Tensor,
 
 
 @needs_csrc
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.data(), st.sampled_from([1, 3, 10, 40]))
 def test_copies_are_the_same_bits(data: st.DataObject, vocabulary: int) -> None:
     """Of a text that grows, is expected, begins anew: rows of steps, and nodes without a pass."""

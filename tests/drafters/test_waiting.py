@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from torch import Tensor
 
 from specengine import drafters
@@ -16,6 +16,7 @@ from specengine.drafters import Hints, RowDraft, another, innermost
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.engine.test_drafts_at_once import KINDS
+from tests.examples import examples
 from tests.models.native_engines import needs_extension
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -91,11 +92,7 @@ class Told:
         return self.draft.root(TokenTree.root(root, 6)).logits.clone()
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(prompt=tokens, steps=st.lists(STEPS, max_size=7), last=token)
 def test_what_waits_is_drafted_from_as_if_it_had_been_run(
     pair: tuple[RowDraft, RowDraft], prompt: list[int], steps: list[Any], last: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from specengine.models.native import NativeHead, NativeLM, NativeTarget, RowBatc
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.engine.lanes import KINDS, engine_of, lm_of, prompts
+from tests.examples import examples
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension
 from tests.toy import (
     VOCABULARY,
@@ -177,7 +178,7 @@ def test_many_answers_are_those_given_one_by_one(
     assert all(result.finish_reason == "length" for result in many)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.integers(0, schedules.BLOCK - 1))
 def test_any_schedule_gives_the_same_answers(seed: int) -> None:
     """Requests begin at any forward, end early, are abandoned, go on in caches, and differ in their options."""

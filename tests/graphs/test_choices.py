@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import (
@@ -20,11 +20,12 @@ from transformers.generation import (
 from specengine import ops
 from specengine.request.sampling import History, RowFilter, Sampler, TopP
 from tests import toy
+from tests.examples import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rows=st.integers(1, 6),
     columns=st.integers(1, 300),

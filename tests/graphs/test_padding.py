@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
@@ -21,6 +21,7 @@ from specengine.errors import InputError
 from specengine.models.kv_cache import CacheLayout, KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
 from tests import toy
+from tests.examples import examples
 from tests.graphs.engines import as_on_a_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +51,7 @@ class Recording(RowDraft):
         return torch.zeros(len(rows) if given.one is None else 1, 3), None
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 150), padding=st.integers(0, 5))
 def test_rows_see_their_ancestors_wherever_those_stand(seed: int, size: int, padding: int) -> None:
     """Nodes drafted from in any order that follows the tree, some never; as on a host, and padded as on a device."""
@@ -95,7 +96,7 @@ def test_rows_see_their_ancestors_wherever_those_stand(seed: int, size: int, pad
             assert torch.equal(ops.tree_mask(rows.words[live], len(slots)), mask)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     seed=st.integers(0, 10**6),
     live=st.integers(0, 70),

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import candidate_selection as kernel
@@ -287,7 +289,7 @@ def test_reference_agrees() -> None:
     assert torch.allclose(found.scores, scores.flatten()[order])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_any_integers_in_any_order(data: st.DataObject) -> None:
     """Small integers as log-probabilities: sums are exact, ties everywhere, the order defined to the last one."""

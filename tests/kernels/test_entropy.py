@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import entropy as kernel
@@ -186,7 +188,7 @@ def test_reference_agrees(normalized: bool) -> None:
         )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data())
 def test_any_rows(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 4)), data.draw(sizes(400))

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import frontier as kernel
@@ -46,7 +48,7 @@ def same(found: kernel.Tree, wanted: kernel.Tree) -> None:
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     capacity=st.one_of(st.integers(2, 140), st.sampled_from([64, 65, 128, 129])),
     layers=st.integers(1, 6),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import kv_compaction as kernel
@@ -92,7 +94,7 @@ def test_slab_of_a_larger_buffer() -> None:
     assert torch.equal(buffer.view(torch.int32), before.view(torch.int32))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_any_path(data: st.DataObject) -> None:
     path = [0, *sorted(data.draw(st.sets(st.integers(1, 60), max_size=40)))]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import rms_norm as norm_kernel
@@ -77,7 +79,7 @@ def test_norms(columns: int, kind: torch.dtype, adds: bool) -> None:
     check_norm(3, columns, kind, columns, adds=adds)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(rows=st.integers(1, 4), columns=sizes(1100), adds=st.booleans(), seed=st.integers(0, 999))
 def test_any_norm(rows: int, columns: int, adds: bool, seed: int) -> None:
     check_norm(rows, columns, torch.float32, seed, adds=adds)

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import tree_attention
@@ -191,7 +193,7 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.backends(DEVICE)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rows=st.integers(0, 5),
     padding=st.integers(0, 3),
@@ -259,7 +261,7 @@ def test_candidates_of_strided_scores_and_of_too_many_rows() -> None:
         assert found.columns[:live].tolist() == wanted.columns[:live].tolist()
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     rows=st.integers(0, 5),
     columns=sizes(300),
@@ -280,7 +282,7 @@ def test_top_children(
     torch.testing.assert_close(found[0].double(), exact.gather(1, found[1]), atol=2e-6, rtol=1e-6)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     rows=st.integers(0, 5),
     columns=sizes(300),
@@ -301,7 +303,7 @@ def test_top_entropy(
     torch.testing.assert_close(found.double(), -(best.exp() * best).sum(-1), atol=1e-5, rtol=2e-6)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     rows=st.integers(1, 70),
     prefix=st.integers(0, 90),
@@ -351,7 +353,7 @@ def test_keyed_gumbel_argmax() -> None:
         ops.keyed_gumbel_argmax(torch.full((5,), math.nan, device=DEVICE), 3, 4)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 999), capacity=st.integers(2, 140), asked=st.integers(1, 4))
 def test_append_nodes(seed: int, capacity: int, asked: int) -> None:
     """Also where the nodes have no room, and of none."""
@@ -423,7 +425,7 @@ def test_an_engine_on_the_kernels_answers_as_plain_decoding_does() -> None:
     ].tolist()
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     live=st.integers(0, 20),
     padding=st.integers(1, 5),
@@ -559,7 +561,7 @@ def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(
     ].tolist()
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     rows=st.integers(1, 5),
     columns=sizes(2100),
@@ -587,7 +589,7 @@ def test_choose_tokens(
     assert ops.choose_tokens(*given).tolist() == ops.by_meaning(ops.choose_tokens, *given).tolist()
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     seed=st.integers(0, 999),
     size=st.integers(1, 30),
@@ -612,7 +614,7 @@ def test_walk(seed: int, size: int, padding: int, choiceless: bool) -> None:
     assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     prefix=st.integers(0, 9),
     later=st.sets(st.integers(1, 20), max_size=12),

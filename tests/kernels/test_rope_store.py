@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import rope_store as kernel
@@ -95,7 +97,7 @@ def test_sizes_and_types(size: int, kind: torch.dtype) -> None:
     check(3, 2, 5, size, 3, kind, size)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_any_rows(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 9))

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import strict_attention as kernel
@@ -216,7 +218,7 @@ def test_reference_agrees(device: torch.device) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(data=st.data())
 def test_any_tree_and_length(data: st.DataObject) -> None:
     nodes, prefix = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 80))

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import top_children as kernel
@@ -134,7 +136,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_any_rows(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 4)), data.draw(sizes(300))

@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import tree_attention as kernel
@@ -313,7 +315,7 @@ def test_reference_agrees(device: torch.device) -> None:
     assert torch.allclose(lse.cpu(), wanted_lse, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_any_words_lengths_and_cuts(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 6))

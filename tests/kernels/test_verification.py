@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 import triton
@@ -91,7 +93,7 @@ def test_choices_are_the_samplers(columns: int, kind: torch.dtype, seed: int | N
     assert choose(logits, positions, seed, 0.7) == by_the_sampler(logits, positions, seed, 0.7)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     rows=st.integers(1, 6),
     columns=sizes(3000),
@@ -271,7 +273,7 @@ def walked(
     return path[:kept].tolist(), int(bonus)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     size=st.one_of(st.integers(1, 90), st.sampled_from([64, 65, 128, 256])),

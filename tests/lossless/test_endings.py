@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import policies
 from specengine.engine import Engine
+from tests.examples import examples
 from tests.lossless.engines import by_hand, engines, prompt_of
 from tests.toy import POLICIES, LetterTokenizer, RecordingStreamer, Tables, ToyDrafter, ToyTarget
 
@@ -57,7 +58,7 @@ stops = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(seed=st.integers(0, 10_000), stop=stops, sampled=st.booleans())
 def test_nothing_after_the_end_is_returned_streamed_cached_or_counted(
     policy: str, seed: int, stop: dict[str, Any], sampled: bool

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.engine import Engine
+from tests.examples import examples
 from tests.lossless.engines import by_hand, engines, prompt_of
 from tests.toy import POLICIES, Tables, ToyDrafter, ToyTarget
 
@@ -35,7 +36,7 @@ sampling = st.sampled_from(
 @pytest.mark.sliced
 @pytest.mark.parametrize("draft", ["toy", "normalized", "columns"])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(world=worlds, options=sampling, noise=st.integers(0, 2**64 - 1))
 def test_sampled_output_equals_plain_sampling(
     policy: str, draft: str, world: dict[str, Any], options: dict[str, Any], noise: int
@@ -52,7 +53,7 @@ def test_sampled_output_equals_plain_sampling(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(world=worlds, penalty=st.sampled_from([None, 1.5]))
 def test_greedy_output_equals_plain_greedy(
     policy: str, world: dict[str, Any], penalty: float | None

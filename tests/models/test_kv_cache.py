@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specengine.models.kv_cache import GRANULE, CacheLayout, KVCache
 from specengine.models.native import NativeTarget
 from specengine.ops.tree import TokenTree
 from tests.engine.engines import PROMPT, engine_of, plainly
+from tests.examples import examples
 from tests.toy import POLICIES, nodes_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +24,7 @@ def random_cache(length: int, scratch: int) -> KVCache:
     return cache
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 300), st.sets(st.integers(1, 80), max_size=12))
 @example(7, {2})  # only the last one moves, by a slot
 def test_compact_equals_gather(length: int, rest: set[int]) -> None:

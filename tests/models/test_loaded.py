@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from specengine.models import loaded
 from specengine.models.loaded import Watch, checksums
 from specengine.models.twins import evaluating, twin
+from tests.examples import examples
 from tests.toy import tiny
 
 DTYPES = [
@@ -23,7 +24,7 @@ DTYPES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 2**31),
     count=st.integers(1, 200_000),

@@ -4,18 +4,18 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from specengine import ops
+from tests.examples import examples
 
 NAN, INF = math.nan, math.inf
 LARGEST = np.float32(ops.LARGEST)
 
-quick = settings(deadline=None, max_examples=60, derandomize=True)
-thorough = settings(quick, max_examples=150)
-many = settings(quick, max_examples=500)
-some = settings(quick, max_examples=100)
+quick = examples(60, derandomize=True)
+thorough = examples(150, derandomize=True)
+many = examples(500, derandomize=True)
+some = examples(100, derandomize=True)
 
 
 HUGE = 2**62  # of what must not be read

@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specengine import ops
 from specengine.errors import InputError
 from specengine.policies._classifier import Mlp, c2t_features, disco_features
+from tests.examples import examples
 from tests.ops.inputs import count
 
 pytestmark = pytest.mark.usefixtures("backend", "one_thread")
@@ -30,7 +31,7 @@ def exact(net: Mlp, features: Tensor) -> Tensor:
     ).sigmoid()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     seed=st.integers(0, 999),
     shape=st.lists(st.integers(0, 5), max_size=2),
@@ -44,7 +45,7 @@ def test_mlp(seed: int, shape: list[int], inputs: int, hidden: int) -> None:
     torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     seed=st.integers(0, 999),
     rows=st.integers(1, 9),
@@ -63,7 +64,7 @@ def test_classify_paths(seed: int, rows: int, children: int, depth: int) -> None
     torch.testing.assert_close(found.double(), exact(net, features), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     seed=st.integers(0, 999),
     columns=st.integers(1, 400),

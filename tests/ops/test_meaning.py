@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import ops
+from tests.examples import examples
 from tests.house.journeys import watched
 from tests.ops.backends import BACKENDS, running
 from tests.ops.cases import CASES, Draw, check
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("op", CASES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seed=st.integers(0, 10**6))
 def test_by_its_meaning(op: str, seed: int) -> None:
     check(op, seed)

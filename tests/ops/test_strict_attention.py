@@ -14,6 +14,7 @@ from specengine import ops
 from specengine.errors import InputError
 from specengine.ops import Paths
 from tests import toy
+from tests.examples import examples
 from tests.ops.inputs import INF, NAN, count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,7 +124,7 @@ def test_paths_are_the_ancestors_in_their_order(seed: int, nodes: int) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(drawing=cases, cut=st.floats(0, 1), room=st.sampled_from([0, 1, 99]))
 def test_a_row_is_what_it_would_be_alone(drawing: dict, cut: float, room: int) -> None:
     """What it sees in a cache of another size, some of it committed and some a path, by itself or before padding."""
@@ -147,7 +148,7 @@ def test_a_row_is_what_it_would_be_alone(drawing: dict, cut: float, room: int) -
 
 
 @pytest.mark.usefixtures("backend")
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(drawing=cases)
 def test_it_is_attention(drawing: dict) -> None:
     case = drawn(**drawing)
@@ -167,7 +168,7 @@ def test_the_limit_sees_one_wrong_slot(backend: str) -> None:
     assert float((found.double() - attention(case)).abs().max()) > 1e-3
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(drawing=cases)
 def test_it_gives_what_it_means(drawing: dict) -> None:
     case = drawn(**drawing)

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import ops
 from specengine.ops import WORD_BITS, Nodes
 from specengine.ops.tree import TokenTree, is_down
+from tests.examples import examples
 from tests.toy import random_tree
 
 SIZES = (1, 2, 5, 63, 64, 65, 128, 130)
@@ -61,7 +62,7 @@ def check_structure(tree: TokenTree, room: int = 0) -> None:
         assert tree.path_tokens(node) == path
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(shapes)
 def test_structure_of_random_trees(shape: tuple[int, int]) -> None:
     seed, size = shape
@@ -80,7 +81,7 @@ def test_a_chain_sees_all_before_it(size: int) -> None:
     assert tree.path_log_probs.tolist() == [-0.25 * depth for depth in range(size)]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(shapes, st.data())
 def test_a_graft_is_what_adding_one_by_one_gives(
     shape: tuple[int, int], data: st.DataObject
@@ -104,7 +105,7 @@ def test_a_graft_is_what_adding_one_by_one_gives(
         tree.graft([0], [999], [-1.0])
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(shapes, st.data())
 def test_subtree_is_the_tree_of_its_nodes(shape: tuple[int, int], data: st.DataObject) -> None:
     seed, size = shape
@@ -130,7 +131,7 @@ def test_subtree_is_the_tree_of_its_nodes(shape: tuple[int, int], data: st.DataO
         ]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(shapes, st.data())
 def test_subtree_refuses_a_missing_parent(shape: tuple[int, int], data: st.DataObject) -> None:
     seed, size = shape
@@ -235,7 +236,7 @@ def with_room(tree: TokenTree, room: int) -> TokenTree:
     return larger
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(shapes, st.integers(0, 70), st.integers(0, 150), st.one_of(st.none(), st.integers(-2, 150)))
 def test_the_best_of_all_are_closed_under_parent(
     shape: tuple[int, int], room: int, most: int, limit: int | None
@@ -252,7 +253,7 @@ def test_the_best_of_all_are_closed_under_parent(
         assert len(tree.subtree(found)) == len(expected)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(shapes, st.data(), st.integers(0, 12))
 def test_scores_and_the_best_of_some_nodes(
     shape: tuple[int, int], data: st.DataObject, most: int

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import Engine, ops, policies
@@ -28,6 +28,7 @@ from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PL
 from specengine.policies.auto.auto import MEASURED, REPRICED, Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests import toy
+from tests.examples import examples
 from tests.graphs.engines import PROMPT, model, near_copy
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted
 from tests.toy import CPU
@@ -110,7 +111,7 @@ def test_the_tree_of_the_most_tokens_per_time(step: int | None, bound: float) ->
     """
     left = list[float]()
 
-    @settings(deadline=None, max_examples=80, derandomize=True)
+    @examples(80, derandomize=True)
     @given(rows(), st.integers(2, 20), st.integers(1, 3), st.integers(1, 4), st.data())
     def check(law: Rows, budget: int, width: int, passes: int, data: Any) -> None:
         drawn = data.draw(costs(budget, width, step))
@@ -142,7 +143,7 @@ def test_where_nothing_pays_it_decodes_plainly_and_asks_again_after_patience(
     assert all(len(draft.tree) == 1 for draft in drafts[-60:] if not int(draft.grown.passes))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     rows(),
     st.integers(1, 12),

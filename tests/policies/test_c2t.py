@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from specengine.policies import _classifier
 from specengine.policies._classifier import AcceptanceHead, Mlp, c2t_features, disco_features
 from specengine.policies.c2t import C2t
 from specengine.records import Seconds
+from tests.examples import examples
 from tests.ops.test_token_tree import check_structure
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
 
@@ -98,7 +99,7 @@ def drafter(setting: tuple[int, int, float], exact: float = 0.0) -> ToyDrafter:
     return ToyDrafter(Tables(vocabulary, seed, concentration=concentration, exact=exact))
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(options_of_a_policy, a_draft, st.integers(0, 50))
 def test_what_stays_is_confident_and_within_the_caps(
     options: dict[str, Any], setting: tuple[int, int, float], seed: int
@@ -125,7 +126,7 @@ def test_what_stays_is_confident_and_within_the_caps(
         assert sizes[1] >= wanted
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(
     st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([None, 1, 3, 10]), st.integers(0, 3)
 )
@@ -155,7 +156,7 @@ def test_a_higher_beta_never_adds_nodes_to_a_layer(
         kept_before = set(kept)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(0, 10_000), st.integers(1, 120))
 def test_one_by_one_gives_what_all_at_once_gives(seed: int, size: int) -> None:
     net = with_net(C2t(), seed)._learned.net

@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
@@ -14,6 +14,7 @@ from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies.baselines.caddtree import CaDDTree
 from specengine.policies.baselines.ddtree import DDTree
+from tests.examples import examples
 from tests.policies import slow
 from tests.policies.test_ddtree import best_products, block_drafter
 
@@ -35,7 +36,7 @@ def sizes_near(values: list[float], best: float) -> set[int]:
     return {n for n, value in enumerate(values, 1) if value >= best - CLOSE}
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 5), st.floats(0, 0.5), st.floats(0, 0.5)
 )
@@ -59,7 +60,7 @@ def test_verifies_the_budget_of_most_tokens_per_time(
         assert sorted(slow.paths(tree).values()) == sorted(kept.values())
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(slow.DRAFTS, STEPS, st.integers(2, 16), st.floats(0, 0.5))
 def test_is_the_greedy_stop_where_costs_are_convex(
     draft: dict[str, Any], steps: list[float], budget: int, cost: float
@@ -102,7 +103,7 @@ def slow_passes(policy: CaDDTree, source: Any) -> tuple[list[int], list[float], 
             return widths, scores, margin
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     slow.DRAFTS, STEPS, st.integers(2, 16), st.integers(1, 4), st.integers(2, 4), st.floats(0, 0.5)
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
@@ -17,6 +17,7 @@ from specengine.costs import PassCosts, interpolated
 from specengine.errors import InputError
 from specengine.policies.baselines.cast import Cast, last_best
 from specengine.policies.baselines.eagle import Eagle
+from tests.examples import examples
 from tests.policies import slow
 from tests.policies.test_smart import COSTS
 
@@ -33,7 +34,7 @@ def algorithm_1(utility: Sequence[float], costs: Sequence[float], threshold: flo
 RISES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 8)), min_size=1, max_size=20)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(RISES, st.integers(0, 4), st.integers(0, 5))
 def test_the_last_maximum_is_what_algorithm_1_finds(
     rises: list[tuple[int, int]], threshold: int, padding: int
@@ -92,7 +93,7 @@ class SlowCast:
         return algorithm_1(utility, costs, threshold)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.lists(slow.DRAFTS, min_size=1, max_size=4),
     st.builds(
@@ -120,7 +121,7 @@ def test_shapes_trees_as_the_rule_does(drafts: list[dict[str, Any]], policy: Cas
         assert set(slow.paths(tree)) == expected[2]
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(slow.DRAFTS, st.integers(1, 4), st.integers(2, 20))
 def test_without_thresholds_it_is_eagles_beam(
     draft: dict[str, Any], width: int, budget: int
@@ -132,7 +133,7 @@ def test_without_thresholds_it_is_eagles_beam(
     )
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6, unique=True),
     st.integers(1, 6),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from specengine.policies.auto import Auto
 from specengine.policies.baselines.ddtree import DDTree
 from specengine.policies.baselines.eagle import Eagle
 from specengine.records import Seconds
+from tests.examples import examples
 from tests.ops.test_token_tree import check_structure
 from tests.toy import CPU, RandomShape, Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 
@@ -88,7 +89,7 @@ settings_of_a_draft = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(draft=settings_of_a_draft)
 def test_contract(name: str, draft: dict[str, Any]) -> None:
     """It ends; the tree is sound, within budget, made of the draft's own distributions, and comes out again."""
@@ -172,7 +173,7 @@ class PaddedDrafter(ToyDrafter):
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(draft=settings_of_a_draft)
 def test_padded_rows_shape_the_same_tree(name: str, draft: dict[str, Any]) -> None:
     draft = {**draft, "normalized": True}
@@ -263,7 +264,7 @@ class TiedTables(Tables):
         return torch.from_numpy(-random.integers(0, 3, self.vocabulary).astype(np.float32))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([2, 5, 9]),
@@ -284,7 +285,7 @@ def test_eagle_equals_the_slow_reference(
     assert tree.path_log_probs.tolist() == [float(score) for _, score in kept]
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(0, 5), st.integers(1, 80))
 def test_eagle_counts(seed: int, width: int, expansions: int, budget: int) -> None:
     policy, source = Eagle(width, expansions, budget), drafter(12, seed, exact=0.0)

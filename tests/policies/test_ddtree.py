@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
@@ -19,6 +19,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies.baselines.ddtree import DDTree
+from tests.examples import examples
 from tests.policies import slow
 from tests.toy import Tables, ToyDrafter, ToyTarget, nodes_of, policy_for
 
@@ -70,7 +71,7 @@ def best_products(rows: list[list[float]], count: int) -> list[tuple[float, tupl
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(slow.DRAFTS, st.integers(2, 16), st.integers(1, 5), st.sampled_from([1, 2, 5]))
 def test_keeps_the_best_path_products(
     draft: dict[str, Any], budget: int, block: int, given: int
@@ -90,7 +91,7 @@ def test_keeps_the_best_path_products(
     assert int(tree.passes) == -(-block // given)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.integers(0, 10_000), st.integers(2, 14))
 def test_agrees_with_all_paths(seed: int, budget: int) -> None:
     source = block_drafter(4, seed, 3)
@@ -105,7 +106,7 @@ def test_agrees_with_all_paths(seed: int, budget: int) -> None:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(slow.DRAFTS, st.integers(2, 12), st.integers(1, 4))
 def test_a_draft_of_one_position_per_pass_is_asked_along_its_likeliest_path(
     draft: dict[str, Any], budget: int, block: int

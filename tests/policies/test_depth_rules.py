@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from specengine.policies.baselines.eagle import Eagle
 from specengine.policies.baselines.gammatune import Gammatune
 from specengine.policies.baselines.svip import Svip
 from specengine.records import Cycle, Outcome, Seconds
+from tests.examples import examples
 from tests.policies import slow
 from tests.policies.test_dynatree import cycle
 
@@ -52,7 +53,7 @@ def beams(draft: Any, beam: dict[str, int], passes: int) -> list[list[tuple[slow
     return found
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(
     slow.DRAFTS,
     BEAM,
@@ -83,7 +84,7 @@ def stops_at(policy: TreePolicy, draft: dict[str, Any]) -> int:
     return slow.grow(policy, slow.drafter(**draft)).passes
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(1, 3), st.lists(st.integers(0, 5), max_size=4), st.floats(-3, 0))
 def test_ddd_asks_the_mass_of_the_beam_at_its_checks(
     draft: dict[str, Any], width: int, checks: list[int], threshold: float
@@ -101,7 +102,7 @@ def test_ddd_asks_the_mass_of_the_beam_at_its_checks(
         assert stops_at(policy, draft) == expected
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(1, 3), st.floats(0.05, 1.0))
 def test_svip_asks_the_entropy_behind_the_best_node(
     draft: dict[str, Any], width: int, threshold: float

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
@@ -14,6 +14,7 @@ from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies.dynatree import DynaTree
 from specengine.records import Cycle, Outcome, Seconds
+from tests.examples import examples
 from tests.policies import slow
 
 OPTIONS = slow.options(
@@ -74,7 +75,7 @@ def slow_dynatree(policy: DynaTree, draft: Any) -> list[slow.Path]:
     return found
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_is_the_papers_queue(draft: dict[str, Any], options: dict[str, Any]) -> None:
     policy = DynaTree(**options)
@@ -82,7 +83,7 @@ def test_is_the_papers_queue(draft: dict[str, Any], options: dict[str, Any]) -> 
     assert list(slow.paths(tree)) == slow_dynatree(policy, slow.drafter(**draft))
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_promises(draft: dict[str, Any], options: dict[str, Any]) -> None:
     policy = DynaTree(**options)
@@ -106,7 +107,7 @@ def cycle(accepted: int, height: int) -> Cycle:
     return Cycle(tree, list(range(accepted + 1)), [0], Seconds())
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=80),
     st.sampled_from(["banded", "proportional"]),

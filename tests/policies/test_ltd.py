@@ -31,6 +31,7 @@ from specengine.policies._ltd import LtdShape, Networks
 from specengine.policies.baselines.eagle import Eagle
 from specengine.policies.ltd import Ltd, observed
 from specengine.records import Seconds
+from tests.examples import examples
 from tests.ops.backends import choose
 from tests.policies import slow
 from tests.toy import CPU, LetterTokenizer, Tables, ToyDrafter, ToyTarget
@@ -70,7 +71,7 @@ def grown(policy: Ltd | Eagle, draft: ToyDrafter) -> tuple[TokenTree, TokenTree]
 # ---------------------------------------------------------------------------------------------------- the tree
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(0, 2), st.booleans())
 def test_under_constant_decisions_the_tree_is_eagles(
     seed: int, depth: int, size: int, sparse: bool

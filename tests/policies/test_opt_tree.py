@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.errors import InputError
 from specengine.policies.baselines.opt_tree import OptTree
 from specengine.policies.salf import Salf
+from tests.examples import examples
 from tests.policies import slow
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(1, 16), st.sampled_from([1, 2, 5, 20]))
 def test_finds_the_optimal_tree_of_its_height(
     draft: dict[str, Any], nodes: int, max_depth: int
@@ -26,7 +27,7 @@ def test_finds_the_optimal_tree_of_its_height(
     assert math.isclose(slow.value(tree), expected, rel_tol=1e-5, abs_tol=1e-6)
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(1, 16), st.integers(1, 8))
 def test_agrees_with_best_first_search(draft: dict[str, Any], nodes: int, batch: int) -> None:
     layered = slow.grow(OptTree(nodes, threshold=0.0, max_depth=nodes), slow.drafter(**draft))
@@ -51,7 +52,7 @@ def slow_opt_tree(policy: OptTree, draft: Any) -> tuple[int, list[float]]:
             return len(values), values
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(
     slow.DRAFTS,
     st.integers(1, 12),

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import Engine
@@ -28,6 +28,7 @@ from specengine.policies.auto.pacing import (
     PaceState,
 )
 from tests import toy
+from tests.examples import examples
 from tests.graphs.engines import PROMPT, model
 
 
@@ -112,7 +113,7 @@ def test_trees_that_begin_to_pay_are_found_and_kept() -> None:
     assert after[2 * MAX_REST :].count(0) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 1000), chance=st.floats(0, 0.3), dearer=st.floats(0.01, 0.5))
 def test_rests_are_bounded_and_trees_come_between(seed: int, chance: float, dearer: float) -> None:
     found = ran(Pace(), 600, chance, dearer, random.Random(seed))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import ops, policies
@@ -19,6 +19,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
+from tests.examples import examples
 from tests.ops.backends import choose
 from tests.policies import slow
 from tests.toy import CPU, Tables, ToyDrafter, hidden_states
@@ -232,7 +233,7 @@ def one_arithmetic(request: Any) -> Any:
 @pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_padding_changes_no_tree(name: str) -> None:
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(DRAFTS, OPTIONS[name])
     def check(draft: dict[str, Any], options: dict[str, Any]) -> None:
         ours, theirs = (policies.make(name, **options) for _ in range(2))

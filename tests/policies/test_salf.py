@@ -5,12 +5,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.errors import InputError
 from specengine.policies.salf import Salf
+from tests.examples import examples
 from tests.policies import slow
 
 OPTIONS = slow.options(
@@ -45,7 +46,7 @@ def searched(draft: dict[str, Any], **options: Any) -> tuple[Recorded, Any]:
     return policy, slow.grow(policy, slow.drafter(**draft))
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(1, 24), st.integers(1, 24), st.sampled_from([None, None, 2, 5]))
 def test_without_a_threshold_it_finds_the_optimal_tree(
     draft: dict[str, Any], budget: int, batch: int, max_depth: int | None
@@ -56,7 +57,7 @@ def test_without_a_threshold_it_finds_the_optimal_tree(
     assert max_depth is None or int(tree.depths.max()) <= max_depth
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_the_mass_of_the_batches_never_grows(
     draft: dict[str, Any], options: dict[str, Any]
@@ -71,7 +72,7 @@ def test_the_mass_of_the_batches_never_grows(
     assert all(mass >= policy.threshold - slack for mass in policy.masses)
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(2, 24), st.integers(1, 8))
 def test_the_mass_falls_strictly_under_the_theorems_conditions(
     draft: dict[str, Any], budget: int, batch: int
@@ -89,7 +90,7 @@ def test_the_mass_falls_strictly_under_the_theorems_conditions(
     assert all(later < earlier for earlier, later in pairwise([1.0, *policy.masses]))
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_a_lower_threshold_costs_passes_and_gains_probability(
     draft: dict[str, Any], options: dict[str, Any]
@@ -103,7 +104,7 @@ def test_a_lower_threshold_costs_passes_and_gains_probability(
         assert slow.value(lower) >= slow.value(higher) - 1e-5
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_fill_adds_scored_nodes_and_no_passes(
     draft: dict[str, Any], options: dict[str, Any]

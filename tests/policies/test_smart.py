@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.costs import PassCosts, interpolated
 from specengine.errors import InputError
 from specengine.policies.baselines.smart import Smart
+from tests.examples import examples
 from tests.policies import slow
 
 CLOSE = 1e-9  # sides of a comparison that rounding could swap
@@ -90,7 +91,7 @@ def slow_smart(policy: Smart, draft: Any) -> tuple[slow.Layer, list[Choice], int
     return tree, asked, passes
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(slow.DRAFTS, POLICIES)
 def test_takes_what_the_rule_takes(draft: dict[str, Any], policy: Smart) -> None:
     expected, asked, passes = slow_smart(policy, slow.drafter(**draft))
@@ -100,7 +101,7 @@ def test_takes_what_the_rule_takes(draft: dict[str, Any], policy: Smart) -> None
         assert int(found.passes) == passes
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(slow.DRAFTS, POLICIES)
 def test_each_node_raises_the_speedup_of_the_tree(draft: dict[str, Any], policy: Smart) -> None:
     _, asked, _ = slow_smart(policy, slow.drafter(**draft))

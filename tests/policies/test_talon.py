@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
 from specengine.errors import InputError
 from specengine.policies.talon import Talon
+from tests.examples import examples
 from tests.policies import slow
 
 OPTIONS = slow.options(
@@ -44,7 +45,7 @@ def slow_talon(policy: Talon, draft: Any) -> list[slow.Layer]:
     return [layer for layer in found if layer]
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_is_algorithm_2(draft: dict[str, Any], options: dict[str, Any]) -> None:
     source, policy = slow.drafter(**draft), Talon(**options)
@@ -55,7 +56,7 @@ def test_is_algorithm_2(draft: dict[str, Any], options: dict[str, Any]) -> None:
     assert [list(layer.values()) for layer in found] == [list(layer.values()) for layer in expected]
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, OPTIONS)
 def test_promises(draft: dict[str, Any], options: dict[str, Any]) -> None:
     source, policy = slow.drafter(**draft), Talon(**options)
@@ -77,7 +78,7 @@ def test_promises(draft: dict[str, Any], options: dict[str, Any]) -> None:
         assert len(layer) <= parents / (policy.mu * math.exp(best)) * (1 + 1e-5)
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(2, 20))
 def test_a_gate_of_one_grows_a_chain_below_level_1(draft: dict[str, Any], budget: int) -> None:
     source = slow.drafter(**{**draft, "exact": 0.0})
@@ -86,7 +87,7 @@ def test_a_gate_of_one_grows_a_chain_below_level_1(draft: dict[str, Any], budget
     assert all(len(set(layer.values())) == 1 for layer in tied)
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(slow.DRAFTS, st.integers(2, 30))
 def test_an_open_gate_fills_the_budget_with_the_best_of_each_layer(
     draft: dict[str, Any], budget: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
@@ -16,6 +16,7 @@ from specengine import Engine
 from specengine.errors import InputError, SpecEngineError
 from specengine.records import GenerationResult
 from tests.engine.engines import PROMPT, engine_of, tokenizer, untouched
+from tests.examples import examples
 from tests.toy import tiny
 
 pytestmark = [
@@ -363,7 +364,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_any_config_is_read_as_transformers_reads_it(fields: dict[str, Any]) -> None:
     found = ours(GenerationConfig(**fields))

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("llguidance")
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema.validators import validator_for
 
 from specengine import Engine
 from specengine.errors import InputError
 from tests.engine.engines import engine_of, tokenizer
+from tests.examples import examples
 from tests.request.schemas import REFUSED, any_schema, hostile
 
 HOSTILE = hostile()
@@ -68,7 +69,7 @@ def test_a_hostile_schema_is_met_or_refused_by_name(name: str) -> None:
     assert check(HOSTILE[name]) == (name not in REFUSED)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60, derandomize=True)
 @given(st.integers(0, 1 << 32))
 def test_random_schemas(seed: int) -> None:
     assert check(any_schema(Random(seed)))

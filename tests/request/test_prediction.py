@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import specengine
@@ -14,6 +14,7 @@ from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
 from specengine.errors import InputError
 from tests.engine.engines import PROMPT, engine_of, plainly, tokenizer
+from tests.examples import examples
 from tests.toy import VOCABULARY, LetterTokenizer, Tables, ToyDrafter, ToyTarget, policy_for, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +28,7 @@ def copying(kind: str) -> NGram | Lookup:
     return Lookup(ToyDrafter(Tables(6, 9), columns=[0, 2, 4], normalized=kind == "sparse"))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(TOKENS, st.sampled_from(["ngram", "lookup", "sparse"]), st.integers(0, 50), st.booleans())
 def test_answers_stay_those_of_plain_decoding(
     prediction: list[int], kind: str, seed: int, sampled: bool

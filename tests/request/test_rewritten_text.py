@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
@@ -13,6 +13,7 @@ from specengine.protocol.tools import OneCall
 from specengine.request.sampling import Stopper
 from specengine.request.text import REWRITTEN_LIMIT, Decoder, TextStream
 from tests.engine.engines import PROMPT, engine_of, forced
+from tests.examples import examples
 from tests.request.rewriting_tokenizers import (
     APPENDING,
     LETTERS,
@@ -41,7 +42,7 @@ def pieces_of(
         yield joined, tokens, texts
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(NAMES, st.data())
 def test_pieces_begin_the_text_at_any_time(name: str, data: st.DataObject) -> None:
     tokenizer = rewriting(name)
@@ -79,7 +80,7 @@ def test_decoders_that_append_hold_nothing_back(name: str) -> None:
         assert Decoder(tokenizer).lookback == 0
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(NAMES, st.data())
 def test_an_answer_ends_where_its_text_first_holds_the_stop_string(
     name: str, data: st.DataObject

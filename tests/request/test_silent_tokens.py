@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +12,7 @@ from specengine.errors import InputError
 from specengine.request.sampling import Stopper
 from specengine.request.text import Decoder, TextStream
 from tests.engine.engines import PROMPT, engine_of, forced
+from tests.examples import examples
 from tests.request.silent_tokenizers import BEYOND, Plain, byte_fallback, byte_level, special, words
 from tests.toy import byte_tokenizer
 
@@ -46,7 +47,7 @@ def check_stream(tokenizer: Any, given_: list[list[int]], written: list[int]) ->
     )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(chunks(BYTES))
 def test_streams_of_bytes(given_: list[list[int]]) -> None:
     check_stream(byte_level(), given_, list(range(256)))
@@ -55,14 +56,14 @@ def test_streams_of_bytes(given_: list[list[int]]) -> None:
 @example([[2], [262], [2]])  # a word, a special token and the next word's blank
 @example([[6 + 0x41], [6 + 0xE2], [4]])  # the second byte makes the first one unreadable
 @example([[1], [300], [1], [2]])
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(chunks(PIECES))
 def test_streams_of_sentencepiece(given_: list[list[int]]) -> None:
     check_stream(byte_fallback(), given_, list(range(262)))
 
 
 @example([[0], [2], [9], [2], [0]])
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(chunks(NAMED))
 def test_streams_of_a_tokenizer_in_python(given_: list[list[int]]) -> None:
     check_stream(words(), given_, list(range(7)))
@@ -191,7 +192,7 @@ def test_nothing_is_shown_behind_a_stop_string_with_a_special_token() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     chunks(PIECES),
     st.sampled_from(["ab", " a", "é", "✓.", "a.\N{GRINNING FACE}", "\N{REPLACEMENT CHARACTER}a"]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -21,6 +21,7 @@ from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import Teacher
 from specengine.train.draft.training import Batch, Epochs
 from specengine.train.text.corpus import Corpus
+from tests.examples import examples
 from tests.toy import VOCABULARY, head_config, tiny, tiny_head
 from tests.train.test_draft import corpus_of, random_texts
 
@@ -183,7 +184,7 @@ def test_trees_of_another_text_or_shape_are_refused(model: PreTrainedModel, corp
 
 
 @given(st.integers(1, 6), st.integers(0, 2**31 - 1), st.booleans())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_labels_are_shares_of_the_likeliest_tokens(rows: int, seed: int, few: bool) -> None:
     random = torch.Generator().manual_seed(seed)
     logs, tokens = torch.randn(rows, 20, generator=random).log_softmax(-1).topk(5)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine.protocol import preparing
@@ -28,6 +28,7 @@ from specengine.protocol.tools import ToolReader, format_of, special_tokens
 from specengine.records import Stats
 from tests import toy
 from tests.engine.engines import forced
+from tests.examples import examples
 from tests.serve.served import CHAT, served, tiny_engine
 from tests.serve.test_answers import chunks
 from tests.toy import byte_tokenizer
@@ -172,7 +173,7 @@ def test_an_answer_that_is_cut_after_a_call_ends_by_its_length(reason: str, told
 
 
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     calls=st.lists(CALLS, min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 400), max_size=12),
@@ -243,7 +244,7 @@ MARKUP = st.lists(
 
 
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(text=MARKUP, cuts=st.lists(st.integers(0, 120), max_size=12))
 def test_hostile_answers_are_text_or_calls_that_clients_can_read(
     known: Format, text: str, cuts: list[int]

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine.errors import InputError
 from specengine.trace import Trace, read_trace
+from tests.examples import examples
 from tests.toy import policy_for
 from tests.trace.runs import PROMPT, rewritten, set_field, toy_engine, write
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(share=st.floats(0, 1))
 def test_a_killed_run_can_be_read_up_to_its_last_line(
     share: float, tmp_path_factory: pytest.TempPathFactory

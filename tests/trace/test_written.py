@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
@@ -17,12 +17,13 @@ from specengine.records import Cycle, Seconds
 from specengine.trace import Trace, TracedCycle, TraceWriter, read_trace
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT
 from specengine.trace.writer import traced
+from tests.examples import examples
 from tests.toy import CPU, LetterTokenizer, ToyDrafter, policy_for
 from tests.trace.runs import DRAFT, PROMPT, toy_engine, write
 
 
 @pytest.mark.parametrize("name", ["chain", "eagle", "fixed", "random", "plain"])
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.0, 1.0]), normalized=st.booleans())
 def test_a_trace_is_what_the_engine_did(
     name: str,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
@@ -22,6 +22,7 @@ from specengine.train.draft import losses
 from specengine.train.draft.losses import Labels, Unrolling, loss_of
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, Teacher
+from tests.examples import examples
 from tests.toy import VOCABULARY, head_config, hooked, tiny, tiny_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -393,7 +394,7 @@ def test_measured_hits_and_overlap(model: PreTrainedModel) -> None:
 # ---------------------------------------------------------------------------------------------------- cross-entropy
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     version=st.sampled_from([1, 3]),
     rows=st.integers(1, 12),
