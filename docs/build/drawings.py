@@ -130,6 +130,17 @@ def _pareto() -> Points:
     return points
 
 
+def _heights() -> Points:
+    """Return the mean height and width of the trees of every rule of depth in bench.papers."""
+    sets = (record for record in records("papers.jsonl") if record["record"] == "set")
+    rows = next(record["rows"] for record in sets if record["set"] == "depth-rules")
+    columns = {"height": "height", "nodes of the widest depth": "widest"}
+    return {
+        label: {row["way"].partition(",")[0]: row[column] for row in rows}
+        for label, column in columns.items()
+    }
+
+
 def _decisions() -> Points:
     """Return how often Learning to Draft's networks choose each depth and size, in shares."""
     points: Points = {}
@@ -272,7 +283,16 @@ def _shares(figure: Any, points: Points) -> None:
         panel.set_title(title, fontsize=10)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.supylabel("share of the cycles", fontsize=10)
+    figure.supylabel("share of the positions", fontsize=10)
+
+
+def _beside(figure: Any, points: Points) -> None:
+    figure.set_size_inches(7.6, 3.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, (title, by_name) in zip(panels, points.items(), strict=True):
+        panel.barh(list(by_name)[::-1], list(by_name.values())[::-1], color=COLOURS[0])
+        panel.set_xlabel(title)
+        panel.spines[["top", "right"]].set_visible(False)
 
 
 def _ranked(figure: Any, points: Points) -> None:
@@ -329,6 +349,7 @@ DRAWINGS = {
     "ltd-decisions": Drawing(
         "Depths and sizes that Learning to Draft's networks choose", _decisions, _shares
     ),
+    "tree-heights": Drawing("Mean height and width of each policy's trees", _heights, _beside),
     "loss-ranks": Drawing(
         "Accuracy and calibration error after the draft's n-th token, by loss", _loss_ranks, _ranked
     ),
