@@ -104,8 +104,9 @@ def _turns(engine: Engine, item: Item) -> Generator[None, None, list[GenerationR
             answer = {"role": "assistant", "content": results[-1].text}
             messages = [*messages, answer, {"role": "user", "content": text}]
             prompt = messages
-        result = yield from openai.complete(engine, TextGeneration(engine, prompt, item.options))
-        results.append(result)
+        results.append(
+            (yield from openai.complete(engine, TextGeneration(engine, prompt, item.options)))
+        )
     return results
 
 

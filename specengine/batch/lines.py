@@ -156,8 +156,9 @@ def _request(
             place, given, "", options, url=str(entry.get("url", openai.CHAT)), fault=str(error)
         )
     own = getattr(request, "seed", None)
-    seed = {} if own is None else {"seed": own}
-    return Item(place, given, "", options | seed, url=url, request=request)
+    return Item(
+        place, given, "", options | ({} if own is None else {"seed": own}), url=url, request=request
+    )
 
 
 def _options(given: Any) -> dict[str, Any]:

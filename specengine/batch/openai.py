@@ -86,11 +86,12 @@ def answered(
             answers.append(answer)
     except RequestError as problem:
         raise InputError(str(problem)) from problem
-    whole = dialect.reply(body, request, name, engine.tokenizer).whole(answers)
     response = {
         "status_code": 200,
         "request_id": f"req_{place:08d}",
-        "body": _without_chance(whole, place),
+        "body": _without_chance(
+            dialect.reply(body, request, name, engine.tokenizer).whole(answers), place
+        ),
     }
     line = {"id": f"batch_req_{place:08d}", "custom_id": id, "response": response, "error": None}
     return line, [answer.stats for answer in answers]

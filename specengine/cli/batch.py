@@ -110,8 +110,9 @@ def _answers(
         from specengine.batch import spread
 
         recipe = given.recipe(arguments, threads=cluster.threads(scale), prefer_strict=True)
-        spreading = spread.Spread(recipe.load, scale, files.loaded)
-        yield from spread.in_order(spreading.answered(items), items[0].place)
+        yield from spread.in_order(
+            spread.Spread(recipe.load, scale, files.loaded).answered(items), items[0].place
+        )
 
 
 class AnswersDone:

@@ -44,8 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         given.load_options(arguments),
         sampling(arguments.temperature, arguments.seed),
     )
-    origin = provenance("specengine", sys.argv[1:])
-    log = Log(arguments.out, origin, _settings(arguments, choice.names, items))
+    log = Log(
+        arguments.out,
+        provenance("specengine", sys.argv[1:]),
+        _settings(arguments, choice.names, items),
+    )
     before = processor_times()
     if log.resumed:
         answers = sum(record["record"] == "answer" for record in log.records)
@@ -172,12 +175,11 @@ def _settings(
         for name, value in vars(arguments).items()
         if name not in apart
     }
-    sets = list(dict.fromkeys(item.set for item in items))
     return {
         "record": "settings",
         **texts,
         "ways": public(names),
-        "sets": sets,
+        "sets": list(dict.fromkeys(item.set for item in items)),
         "prompts": len(items),
         "of_prompts": digest(items),
     }

@@ -137,17 +137,22 @@ def add_serve(parser: Parser) -> None:
     add_model(parser, positional=True)
     parser.set_defaults(loads=lambda _: None)  # said where the address is
     group = parser.add_argument_group("server")
-    asked = ("host", "port", "name", "api_keys", "origins", "allowed_hosts", "strict_model")
-    add_declared(group, asked, SERVING)
+    add_declared(group, ["host", "port", "unix_socket", "name", "api_keys"], SERVING)
     declare(
         group,
         {
+            "--api-key-file": file(
+                "file of such tokens, one a line, which nobody else should read; # begins a comment"
+            ),
             "--chat-template": file(
                 "a Jinja template for conversations, in place of the model's own"
-            )
+            ),
         },
     )
-    add_declared(group, ["allow_special_text", "log_contents"], SERVING)
+    others = (
+        "origins", "allowed_hosts", "strict_model", "allow_special_text", "log_level", "log_contents",
+    )  # fmt: skip
+    add_declared(group, others, SERVING)
     limits = (
         "parallel", "queue", "max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens", "max_seconds",
         "request_seconds", "keep_alive_seconds", "drain_seconds",

@@ -45,8 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     item = Workload("demo", "1", (arguments.prompt,))
     settings = {"record": "settings", "prompts": 1, "rounds": timed.rounds, **options}
     settings["max_new_tokens"] = timed.length
-    records = [settings, model_record(engine), *timed.records([item])]
-    report(records, {SPECULATIVE: True}, engine, share_of_others(before), item.set)
+    report(
+        [settings, model_record(engine), *timed.records([item])],
+        {SPECULATIVE: True},
+        engine,
+        share_of_others(before),
+        item.set,
+    )
     return int(timed.faults > 0)
 
 
@@ -67,8 +72,11 @@ def _stream_answer(engine: Engine, prompt: str, options: dict[str, Any]) -> Trac
 
 
 def _worth(cycle: TracedCycle) -> tuple[bool, int, int]:
-    branches = any(len(children) > 1 for children in cycle.children)
-    return branches, len(cycle.accepted), len(cycle.kept)
+    return (
+        any(len(children) > 1 for children in cycle.children),
+        len(cycle.accepted),
+        len(cycle.kept),
+    )
 
 
 def _limit(timed: Run, prompt: str) -> None:

@@ -165,9 +165,10 @@ def _missing() -> list[str]:
         lines.append(NOT_BUILT)
     if not any(map(shutil.which, (os.environ.get("CXX") or COMPILERS[0], *COMPILERS))):
         lines.append("a C++17 compiler, which builds the C++ forward")
-    state = cache_state()
     lines += [
-        f"{name}: {value}" for name, value in state.items() if name != "folder" and value != "ready"
+        f"{name}: {value}"
+        for name, value in cache_state().items()
+        if name != "folder" and value != "ready"
     ]
     for extra, packages in EXTRAS.items():
         if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
@@ -189,8 +190,10 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     target, drafter, driver = engine.target, engine.drafter, engine.drivers.own.captured
     costs = stored.find(target, drafter, driver, fresh=True)
     key = stored.identity(target, drafter, driver)
-    facts = {"key": key, "costs": costs.to_dict()}
-    print_facts(facts if arguments.json else _tables(key, costs, engine), in_json=arguments.json)
+    print_facts(
+        {"key": key, "costs": costs.to_dict()} if arguments.json else _tables(key, costs, engine),
+        in_json=arguments.json,
+    )
     if costs.doubt is not None:
         say(
             f"specengine: note: these costs are provisional, {costs.doubt}; they are measured again on a quiet machine"

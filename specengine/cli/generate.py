@@ -44,14 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
     if arguments.json:
         result = generation.run()
-        facts = {
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-            "seed": result.seed,
-            "stats": result.stats.to_dict(),
-        }
-        print(as_json(facts))
+        print(
+            as_json(
+                {
+                    "text": result.text,
+                    "token_ids": result.token_ids,
+                    "finish_reason": result.finish_reason,
+                    "seed": result.seed,
+                    "stats": result.stats.to_dict(),
+                }
+            )
+        )
     else:
         say(generation.stats.report())
     return 0

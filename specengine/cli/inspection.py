@@ -129,10 +129,13 @@ def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str
             variants[name] = {"about": str(error), "options": {}, "default policy": None}
             continue
         about = (inspect.getdoc(cls) or "").partition("\n")[0]
-        policy = (
-            {"name": cls.about.policy, **cls.about.options} if issubclass(cls, Drafter) else None
-        )
-        variants[name] = {"about": about, "options": dict(_options(cls)), "default policy": policy}
+        variants[name] = {
+            "about": about,
+            "options": dict(_options(cls)),
+            "default policy": {"name": cls.about.policy, **cls.about.options}
+            if issubclass(cls, Drafter)
+            else None,
+        }
         if issubclass(cls, TreePolicy):
             variants[name]["presets"] = cls.presets
     return variants
@@ -204,11 +207,12 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     head = head_from(config, state, target.dtype, target.device)
     measured = one_step_agreement(head, target.lm, _texts(engine))
     _warn(measured)
-    layers = {
-        one.name: f"{one.agreement:.3f} with hidden states {listed(one.layer_ids)}"
-        for one in measured
+    return described | {
+        "agreement": {
+            one.name: f"{one.agreement:.3f} with hidden states {listed(one.layer_ids)}"
+            for one in measured
+        }
     }
-    return described | {"agreement": layers}
 
 
 def _texts(engine: Engine) -> list[list[int]]:

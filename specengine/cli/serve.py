@@ -17,9 +17,9 @@ from specengine.cli import given, learn
 from specengine.cli.commands import SERVING
 from specengine.cli.terminal import say
 from specengine.engine import Engine
-from specengine.errors import InputError, missing_extra
+from specengine.errors import InputError, missing_extra, require
 from specengine.protocol.problems import RequestError
-from specengine.protocol.settings import Settings, is_loopback
+from specengine.protocol.settings import Settings, is_loopback, require_key
 from specengine.protocol.tool_formats import TEMPLATE
 from specengine.protocol.tools import format_of
 
@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
         from specengine.serve import server
     except ImportError as error:
         raise missing_extra("serve", "serve", error) from error
-    if not settings.api_keys and not is_loopback(settings.host):
+    if not (settings.api_keys or settings.unix_socket or is_loopback(settings.host)):
         say(
-            f"specengine: note: {settings.host} can be reached from elsewhere, and no --api-key is asked for"
+            f"specengine: note: {settings.host} can be reached from elsewhere, and no key is asked for (--api-key-file)"
         )
 
     if is_default := template is None and arguments.model in (None, embedded.NAME):
@@ -43,14 +43,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     def listening(address: str) -> None:
-        say(f"Serving {settings.name} at {address}/v1, once it is loaded")
+        say(f"Serving {settings.name} at {address}, once it is loaded")
 
     if (scale := given.replicas(arguments)) is None:
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)
         recipe = given.recipe(arguments)
-        beside = functools.partial(learn.beside, recipe)
-        server.run(templated(recipe.load, template, own=is_default), settings, listening, beside)
+        server.run(
+            templated(recipe.load, template, own=is_default),
+            settings,
+            listening,
+            functools.partial(learn.beside, recipe),
+        )
         return 0
     from specengine.serve import front
 
@@ -104,11 +108,30 @@ def read_template(file: Path | None) -> str | None:
     return text
 
 
+def read_keys(file: Path) -> list[str]:
+    """Return the keys of a file, one a line; InputError for a line that is none, and for a file without any."""
+    lines = (given.read_option("api_key_file", file) or "").splitlines()
+    keys = {
+        f"api_key_file: {file}, line {number}": line.strip()
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
+    for place, key in keys.items():
+        require_key(place, key)
+    require("api_key_file", str(file), "a file with a key in a line", bool(keys))
+    if file.stat().st_mode & 0o007:
+        say(f"specengine: note: every user of this machine can read {file}; chmod 600 keeps it")
+    return list(keys.values())
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the checked settings of the command line."""
     values = given.values_of(SERVING, arguments)
     values["name"] = values["name"] or given.model_name(arguments)
+    if arguments.api_key_file is not None:
+        values["api_keys"] = [*values["api_keys"], *read_keys(arguments.api_key_file)]
     if not values["api_keys"] and (key := os.environ.get(KEY_VARIABLE)):
         values["api_keys"] = [key]
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Settings(**values | lists)
+    return Settings(
+        **values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    )

@@ -43,8 +43,11 @@ class Seen(NamedTuple):
             return None
         tokens = sum(stats.num_emitted_in_steps for stats in answers)
         drafted = sum(stats.num_draft_tokens for stats in answers)
-        passes = sum(stats.num_draft_passes for stats in answers)
-        return cls(tokens / steps, 1 + drafted / steps, passes / steps)
+        return cls(
+            tokens / steps,
+            1 + drafted / steps,
+            sum(stats.num_draft_passes for stats in answers) / steps,
+        )
 
     @classmethod
     def of_ways(cls, records: Iterable[Record], ways: Iterable[str]) -> dict[str, Seen]:

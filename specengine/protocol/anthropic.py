@@ -162,9 +162,12 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
     for at, block in enumerate(turn.content):
         where, kind = f"{place}.content[{at}]", block.get("type")
         if kind == "tool_result" and turn.role == "user":
-            result = _text(f"{where}.content", block.get("content") or "")
             messages.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+                {
+                    "role": "tool",
+                    "tool_call_id": block.get("tool_use_id"),
+                    "content": _text(f"{where}.content", block.get("content") or ""),
+                }
             )
         elif kind == "tool_use" and turn.role == "assistant":
             calls.append(
@@ -226,17 +229,24 @@ class MessagesReply(OneReply):
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         answer = answers[0]
         blocks = [_block(part) for part in self.parts.of(answer)]
-        figures = {"timings": answer.timings, "metrics": answer.metrics}
-        return self._message(blocks) | self._ended(answer) | {"usage": _usage(answer)} | figures
+        return (
+            self._message(blocks)
+            | self._ended(answer)
+            | {"usage": _usage(answer)}
+            | {"timings": answer.timings, "metrics": answer.metrics}
+        )
 
     def begin(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield from super().begin(place, answer)
-        nothing = {
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(answer) | {"output_tokens": 0},
-        }
-        yield _event("message_start", message=self._message([]) | nothing)
+        yield _event(
+            "message_start",
+            message=self._message([])
+            | {
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": _usage(answer) | {"output_tokens": 0},
+            },
+        )
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield from super().end(place, answer)
@@ -265,8 +275,14 @@ class MessagesReply(OneReply):
             self._open, self._count = None, self._count + 1
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        fields = {"id": self._id, "type": "message", "role": "assistant", "model": self.model}
-        return {**fields, "content": blocks, **self.notes}
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": blocks,
+            **self.notes,
+        }
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
         stopped, reason = self.parts.stopped, _REASONS[self.parts.reason(answer)]

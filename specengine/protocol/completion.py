@@ -96,11 +96,13 @@ class Completion:
         )  # fmt: skip
         by_length = {str(length): self.by_length[length] for length in sorted(self.by_length)}
         figures = {name: getattr(stats, name) for name in names}
-        more = {
-            "plain_reason": stats.plain_reason if stats.num_plain_steps else "",
-            "acceptance_histogram_by_draft_length": by_length,
+        return {
+            "speculative_decoding": figures
+            | {
+                "plain_reason": stats.plain_reason if stats.num_plain_steps else "",
+                "acceptance_histogram_by_draft_length": by_length,
+            }
         }
-        return {"speculative_decoding": figures | more}
 
 
 class Piece(NamedTuple):

@@ -105,8 +105,13 @@ def completion_of(body: CompletionBody) -> CompletionRequest:
     completion = CompletionRequest.model_validate(fields | declared_values(body))
     if not isinstance(body, InfillBody):
         return completion
-    others = tuple((other.filename, other.text) for other in body.input_extra or ())
-    return completion.within(Infill(str(prompt), body.input_suffix, others))
+    return completion.within(
+        Infill(
+            str(prompt),
+            body.input_suffix,
+            tuple((other.filename, other.text) for other in body.input_extra or ()),
+        )
+    )
 
 
 class InfillReply(OneReply):

@@ -47,12 +47,14 @@ class ChatLogprobs:
         self._texts = texts
 
     def of(self, rated: Iterable[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            self._one(each.token, each.logprob)
-            | {"top_logprobs": [self._one(*likely) for likely in each.top]}
-            for each in rated
-        ]
-        return {"content": content, "refusal": None}
+        return {
+            "content": [
+                self._one(each.token, each.logprob)
+                | {"top_logprobs": [self._one(*likely) for likely in each.top]}
+                for each in rated
+            ],
+            "refusal": None,
+        }
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         written = self._texts.written(token)

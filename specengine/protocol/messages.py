@@ -100,9 +100,8 @@ class ToolCallGiven(Body, extra="ignore"):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        with_id = {} if self.id is None else {"id": self.id}
         return {
-            **with_id,
+            **({} if self.id is None else {"id": self.id}),
             "type": "function",
             "function": {"name": self.function.name, "arguments": self.function.parsed},
         }
@@ -149,8 +148,9 @@ class Message(Body, extra="allow"):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": thoughts[-1] if thoughts else None,
         }
-        stated = {name: value for name, value in more.items() if value is not None}
-        return {"role": role, "content": self.text} | stated
+        return {"role": role, "content": self.text} | {
+            name: value for name, value in more.items() if value is not None
+        }
 
 
 def is_empty(schema: Mapping[str, Any] | None) -> bool:

@@ -153,8 +153,9 @@ def generation_of(body: GenerateBody) -> Sampling:
             _fields(body) | {"prompt": body.prompt or "", **rated, **suffix}
         )
     system = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": body.prompt}]
-    return ChatRequest.model_validate(_chat_fields(body) | {"messages": messages})
+    return ChatRequest.model_validate(
+        _chat_fields(body) | {"messages": [*system, {"role": "user", "content": body.prompt}]}
+    )
 
 
 def is_empty(body: _Asked) -> bool:
@@ -214,8 +215,12 @@ def _chat_fields(body: _Asked) -> dict[str, Any]:
         if body.think is None
         else {"chat_template_kwargs": {"enable_thinking": bool(body.think)}}
     )
-    effort = {"reasoning_effort": body.think} if body.think and isinstance(body.think, str) else {}
-    return _fields(body) | rated | thinks | effort
+    return (
+        _fields(body)
+        | rated
+        | thinks
+        | ({"reasoning_effort": body.think} if body.think and isinstance(body.think, str) else {})
+    )
 
 
 # ---- answers

@@ -120,8 +120,9 @@ class AnswerParts:
         )
         if isinstance(request, ChatRequest) and (offered := request.template_tools):
             most = 1 if request.parallel_tool_calls is False else sys.maxsize
-            forced = request.tool_choice not in (None, "auto")
-            self._tools = ToolReader(Every(), schemas_of(offered), most, forced=forced)
+            self._tools = ToolReader(
+                Every(), schemas_of(offered), most, forced=request.tool_choice not in (None, "auto")
+            )
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the prompt, before anything of the answer."""
@@ -133,8 +134,9 @@ class AnswerParts:
 
     def end(self, reason: str | None = "stop") -> list[Part]:
         """Return what was held back of an answer that ended for this reason (stop or length)."""
-        texts = self._thoughts.push(self._stop.end()) + self._thoughts.end()
-        return self._read(texts) + self._tools.end(reason)
+        return self._read(
+            self._thoughts.push(self._stop.end()) + self._thoughts.end()
+        ) + self._tools.end(reason)
 
     def of(self, answer: Completion) -> list[Part]:
         """Return the parts of a whole answer, each kind of text in one."""

@@ -225,8 +225,11 @@ class CheckedRequest:
         prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
         field = "tools" if isinstance(self.request, ChatRequest) else "response_format"
         field = next(iter(self.request.constraints), field)
-        constraints = dict.fromkeys(("json_schema", "json_object", "grammar"), field)
-        return {"prompt": prompt, **constraints, **self.renamed}
+        return {
+            "prompt": prompt,
+            **dict.fromkeys(("json_schema", "json_object", "grammar"), field),
+            **self.renamed,
+        }
 
     @cached_property
     def conversation(self) -> Any:
@@ -334,8 +337,12 @@ class CheckedRequest:
         marks = (*THOUGHT_MARKS, *(MARKS if self._functions else ()))
         shown = special_tokens(tokenizer, marks) if isinstance(self.request, ChatRequest) else []
         if self._functions and getattr(self.request, "parallel_tool_calls", None) is False:
-            reader = ToolReader(Every(), schemas_of(self._functions))
-            options["stopping_criteria"] = [OneCall(reader, Decoder(engine.tokenizer, shown))]
+            options["stopping_criteria"] = [
+                OneCall(
+                    ToolReader(Every(), schemas_of(self._functions)),
+                    Decoder(engine.tokenizer, shown),
+                )
+            ]
         target = engine.target
         checked = GenerationOptions.of(
             options, target.generation_config, len(ids), target.max_context
@@ -364,8 +371,11 @@ class CheckedRequest:
         return self.request.template_options if isinstance(self.request, ChatRequest) else {}
 
     def _room(self, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None) -> Room:
-        most = min(limits.max_context, self.settings.max_prompt_tokens or limits.max_context)
-        return Room(most, limits.longest, still_wanted)
+        return Room(
+            min(limits.max_context, self.settings.max_prompt_tokens or limits.max_context),
+            limits.longest,
+            still_wanted,
+        )
 
     def _prompt_ids(
         self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]
@@ -472,8 +482,11 @@ def constraint_options(request: Sampling, tokenizer: Any) -> dict[str, Any]:
     if not isinstance(request, ChatRequest):
         return schema
     formats = schema if "response_format" in constraints else {}
-    answer = {"type": "object"} if "json_object" in formats else formats.get("json_schema")
-    calls = calls_grammar(request, tokenizer, answer)
+    calls = calls_grammar(
+        request,
+        tokenizer,
+        {"type": "object"} if "json_object" in formats else formats.get("json_schema"),
+    )
     if calls is not None and constraints.keys() - {"response_format"}:
         name = next(iter(constraints))
         raise RequestError(

@@ -174,12 +174,11 @@ class ChatChoice:
     def _of_tokens(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Choice:
         """Return the fields of a choice that describe its tokens, if the request asks for them."""
         ids: Choice = {"token_ids": tokens} if self.request.return_token_ids else {}
-        rated = (
+        return ids | (
             {}
             if self.request.wanted_logprobs is None
             else {"logprobs": self._logprobs.of(logprobs or [])}
         )
-        return ids | rated
 
     def _delta(self, part: Part) -> Any:
         if not isinstance(part, ToolCall):
@@ -249,9 +248,9 @@ class OpenAIReply(Reply):
         self._kind = "chat.completion" if chat else "text_completion"
         self._chunk_kind = "chat.completion.chunk" if chat else "text_completion"
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        shaper = ChatChoice if chat else TextChoice
         self._choices = [
-            shaper(place, each, tokenizer) for place, each in enumerate(request.each())
+            (ChatChoice if chat else TextChoice)(place, each, tokenizer)
+            for place, each in enumerate(request.each())
         ]
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
@@ -291,8 +290,10 @@ class OpenAIReply(Reply):
         choices = list(self._choices[place].last_deltas(answer))
         for choice in choices[:-1]:
             yield sse(self._chunk([choice], answer))
-        timings = {"timings": answer.timings} if len(self._choices) == 1 else {}
-        yield sse(self._chunk(choices[-1:], answer) | timings)
+        yield sse(
+            self._chunk(choices[-1:], answer)
+            | ({"timings": answer.timings} if len(self._choices) == 1 else {})
+        )
 
     def finish(self, answers: Sequence[Completion]) -> Iterator[bytes]:
         options = self.request.stream_options

@@ -123,8 +123,11 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     ]
     choice: Any = body.tool_choice
     if isinstance(choice, ToolNamed) and choice.type == "allowed_tools":
-        allowed = [tool.get("name") for tool in choice.tools or ()]
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        tools = [
+            tool
+            for tool in tools
+            if tool["function"]["name"] in [tool.get("name") for tool in choice.tools or ()]
+        ]
         choice = choice.mode
     elif isinstance(choice, ToolNamed):
         choice = {"type": "function", "function": {"name": choice.name}}
@@ -153,12 +156,14 @@ def _format(text: TextConfig | None) -> dict[str, Any] | None:
         return None
     if text.format.type != "json_schema":
         return {"type": text.format.type}
-    schema = {
-        "name": text.format.name or "answer",
-        "schema": text.format.given or {},
-        "strict": text.format.strict,
+    return {
+        "type": "json_schema",
+        "json_schema": {
+            "name": text.format.name or "answer",
+            "schema": text.format.given or {},
+            "strict": text.format.strict,
+        },
     }
-    return {"type": "json_schema", "json_schema": schema}
 
 
 class _Conversation:
@@ -215,11 +220,15 @@ class _Conversation:
 
     def _result(self, place: str, item: dict[str, Any]) -> None:
         self._open = None
-        result = {
-            "role": "tool",
-            "content": text_at(f"{place}.output", item.get("output"), TEXT_PARTS, "parts of text"),
-        }
-        self._messages.append(result | {"tool_call_id": item.get("call_id")})
+        self._messages.append(
+            {
+                "role": "tool",
+                "content": text_at(
+                    f"{place}.output", item.get("output"), TEXT_PARTS, "parts of text"
+                ),
+            }
+            | {"tool_call_id": item.get("call_id")}
+        )
 
     def _reasoning(self, place: str, item: dict[str, Any]) -> None:
         parts = item.get("content") or ()
@@ -451,8 +460,11 @@ class _Item:
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             call = self.call
-            of_call = {} if call is None else {"call_id": call.id, "name": call.name}
-            return item | of_call | {"arguments": text or ""}
+            return (
+                item
+                | ({} if call is None else {"call_id": call.id, "name": call.name})
+                | {"arguments": text or ""}
+            )
         assert self.part is not None
         content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
         role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from specengine.errors import ABOVE_0, TRUTH, Checked, option, require, whole
+from specengine.errors import ABOVE_0, TRUTH, Checked, one_of, option, require, whole
 
 COUNT = whole(1, accepted="1 or more")
+LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Settings(Checked):
 
     name                of the model, as clients see it
     host, port          port 0 takes a free one
+    unix_socket         path of a socket to listen at in place of host and port
     api_keys            any of them is accepted as a bearer token; none: nobody is asked
     strict_model        refuse requests that name another model; else the one model answers whatever they call it
     allowed_hosts       names, besides this machine's own, that clients may call the server by; `*` for all
@@ -33,6 +35,7 @@ class Settings(Checked):
     ping_seconds        after which a silent stream gets a comment, which keeps proxies awake
     drain_seconds       that answers under way have when the server is told to stop
     allow_special_text  read the text of special tokens in chats as those tokens, as it is in completions
+    log_level           what is less important is not logged; a request's line is info
     log_contents        write prompts and answers to the log
     """
 
@@ -49,6 +52,10 @@ class Settings(Checked):
         default=8000,
         metavar="N",
         help="port to listen on; 0 takes a free one (default 8000)",
+    )
+    unix_socket: str | None = option(
+        metavar="PATH",
+        help="listen at a Unix socket instead, for this user, and for the group where the umask lets it write",
     )
     api_keys: tuple[str, ...] = option(
         default=(),
@@ -136,6 +143,12 @@ class Settings(Checked):
         one_way=True,
         help="read the text of special tokens in chats as those tokens, as in completions (default: as text)",
     )
+    log_level: str = option(
+        one_of(LEVELS),
+        default="info",
+        choices=LEVELS,
+        help="log this and what is more important (default info: a line for each request)",
+    )
     log_contents: bool = option(
         TRUTH, default=False, one_way=True, help="write prompts and answers to the log"
     )
@@ -156,9 +169,14 @@ class Settings(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in self.api_keys:
-            fits = key != "" and all("!" <= char <= "~" for char in key)
-            shown = "one with other characters" if key.strip() else "an empty one"
-            require("api_key", shown, "a key of visible ASCII characters", fits)
+            require_key("api_key", key)
+
+
+def require_key(field: str, key: str) -> None:
+    """Raise InputError, which does not show it, for a key that no header can carry."""
+    fits = key != "" and all("!" <= char <= "~" for char in key)
+    shown = "one with other characters" if key.strip() else "an empty one"
+    require(field, shown, "a key of visible ASCII characters", fits)
 
 
 def is_loopback(host: str) -> bool:

@@ -161,8 +161,9 @@ class Coder(Format):
         if end < 0:
             if reason != "length":
                 return None
-            cut = [] if begun is None else [self._call(text, begun, schemas, cut=True)]
-            return Read(cut, len(text))
+            return Read(
+                [] if begun is None else [self._call(text, begun, schemas, cut=True)], len(text)
+            )
         end += len(closing)
         whole = text[:end].removesuffix(CLOSING).rstrip()
         if begun is None or not whole.endswith(self._END):
@@ -314,8 +315,11 @@ def call_before(name: str, text: str, start: int, schemas: Schemas) -> tuple[Too
     ValueError for arguments of other kinds, and names that were not offered.
     """
     end = json_end(text, start)
-    value = {"name": name, "arguments": parsed(text[start:end], end is None)}
-    return call_of(value, schemas, whole=end is not None), end
+    return call_of(
+        {"name": name, "arguments": parsed(text[start:end], end is None)},
+        schemas,
+        whole=end is not None,
+    ), end
 
 
 def begun_call(text: str, schemas: Schemas, strict: bool) -> list[ToolCall]:

@@ -127,8 +127,9 @@ def _reads(tool_format: Format, text: str, template: str) -> bool:
             return False  # without a mark of its own it would be found in many others
         text = text[max(text.find("{"), 0) : text.rfind("}") + 1]
     reader = ToolReader(tool_format, {"probe": _TOOL["function"]})
-    parts = reader.push(text) + reader.end()
-    return [part.name for part in parts if isinstance(part, ToolCall)] == ["probe"]
+    return [
+        part.name for part in (reader.push(text) + reader.end()) if isinstance(part, ToolCall)
+    ] == ["probe"]
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

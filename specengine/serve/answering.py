@@ -254,5 +254,9 @@ def require_ready(state: str) -> None:
 
 def require_model(name: str, settings: Settings) -> None:
     if name != settings.name:
-        message = f"model: got {shown(name)}, this server has {settings.name!r}"
-        raise RequestError(404, message, "model", "model_not_found")
+        raise RequestError(
+            404,
+            f"model: got {shown(name)}, this server has {settings.name!r}",
+            "model",
+            "model_not_found",
+        )

@@ -22,7 +22,7 @@ from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
 from specengine.serve.answering import answered, require_model, require_ready
-from specengine.serve.guards import HEALTH, BodyRoute, Guard, PlainPaths
+from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, PlainPaths
 from specengine.serve.memory import give_back
 from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
@@ -109,8 +109,17 @@ def _tell_problems(app: FastAPI, worker: Worker) -> None:
         return told(RequestError(error.status_code, message, headers=error.headers), request)
 
 
+async def alive(_: Request) -> Response:
+    """Answer as long as the process does, also while the model is loaded, and say which version it is."""
+    return json_response({"status": "ok", "version": specengine.__version__})
+
+
 def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
-    @app.get("/health", summary="200 while requests are taken, else 503")
+    for path in ALIVE:
+        app.add_api_route(path, alive, methods=["GET"], summary="200 from the start, the version")
+
+    @app.get("/ready", summary="200 while requests are taken, else 503")
+    @app.get("/health", summary="the same")
     async def health() -> Response:
         require_ready(worker.state)
         return json_response({"status": "ok", "parallel": worker.jobs.parallel})
@@ -118,7 +127,7 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
     app.add_api_route(
         "/openapi.json", lambda: app.openapi(), include_in_schema=False
     )  # in a thread
-    for path in HEALTH:
+    for path in HEALTH[2:]:
         app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}

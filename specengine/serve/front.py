@@ -53,10 +53,10 @@ from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
 from specengine.serve.answering import PLACE_SECONDS, require_ready
-from specengine.serve.app import create_app, middleware
-from specengine.serve.guards import HEALTH, parsed
+from specengine.serve.app import alive, create_app, middleware
+from specengine.serve.guards import ALIVE, HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
-from specengine.serve.server import LOGGING, connections, open_socket
+from specengine.serve.server import connections, logging_of, open_socket
 from specengine.serve.worker import MAX_RETRY_SECONDS, Worker, log
 
 LOADING_SECONDS = 0.05  # between two looks
@@ -84,6 +84,7 @@ class Front:
         """Return the ASGI application, with keys, limits and browsers' rules before it."""
         routes = [
             *[Route(path, self._health) for path in HEALTH],
+            *[Route(path, alive) for path in ALIVE],
             Route("/metrics", self._metrics),
             Mount("/", self._forward),
         ]
@@ -155,8 +156,7 @@ class Front:
                         if not line.told:
                             raise
                         self._own.failed.labels(problem.status).inc()
-                        last_event = {"body": sse(problem.body), "more_body": False}
-                        await send({"type": "http.response.body", **last_event})
+                        await send({"type": "http.response.body", "body": sse(problem.body)})
                         return
         finally:
             del self._under_way[line]
@@ -477,7 +477,7 @@ def run(
     server = uvicorn.Server(
         uvicorn.Config(
             front.app(),
-            log_config=LOGGING,
+            log_config=logging_of(settings.log_level),
             lifespan="off",
             timeout_graceful_shutdown=max(round(settings.drain_seconds), 1),
             **connections(settings),
@@ -537,7 +537,9 @@ def _why(error: Exception) -> str:
     """Return the message of the last replica that did not start, as far as Ray Serve kept it."""
     texts = [str(error)]
     with contextlib.suppress(Exception):
-        deployments = serve.status().applications[APPLICATION].deployments
-        texts += [deployment.message for deployment in deployments.values()]
+        texts += [
+            deployment.message
+            for deployment in serve.status().applications[APPLICATION].deployments.values()
+        ]
     found = [line for text in texts for line in _ERROR.findall(text)]
     return found[-1] if found else " ".join(texts[0].split()) or type(error).__name__

@@ -19,8 +19,9 @@ from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
 from specengine.serve.static import FILES
 
-HEALTH = ("/health", "/healthz", "/v1/health")
-WITHOUT_KEY = (*HEALTH, *FILES)
+HEALTH = ("/health", "/ready", "/healthz", "/v1/health")
+ALIVE = ("/live", "/version")
+WITHOUT_KEY = {*FILES}.union(HEALTH, ALIVE)
 JSON = "application/json"
 _ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")

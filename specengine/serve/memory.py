@@ -40,8 +40,9 @@ async def give_back(seconds: float = SECONDS) -> None:
 
 def resident_bytes() -> int:
     """Return the resident memory of this process. Linux only."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def _glibc() -> Any:

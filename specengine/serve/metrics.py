@@ -15,7 +15,7 @@ from specengine.engine.parts import Pool, bytes_held, bytes_used
 from specengine.protocol.completion import Completion
 
 SHARE = "_perc"  # the end of the name of a figure that is 1 at most, as vLLM has it
-USAGE = f"specengine:kv_cache_usage{SHARE}"
+USAGE = f"specengine_kv_cache_usage{SHARE}"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -42,17 +42,17 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"specengine:{name}", text, labels, registry=registry)
+            return Counter(f"specengine_{name}", text, labels, registry=registry)
 
         self.running = Gauge(
-            "specengine:num_requests_running", "Requests being answered", registry=registry
+            "specengine_num_requests_running", "Requests being answered", registry=registry
         )
         self.waiting = Gauge(
-            "specengine:num_requests_waiting", "Requests in the queue", registry=registry
+            "specengine_num_requests_waiting", "Requests in the queue", registry=registry
         )
         self.counters = {name: counter(name, text) for name, text in _COUNTERS.items()}
         self.times = {
-            name: Histogram(f"specengine:{name}_seconds", text, buckets=_SECONDS, registry=registry)
+            name: Histogram(f"specengine_{name}_seconds", text, buckets=_SECONDS, registry=registry)
             for name, text in _TIMES.items()
         }
         self.by_position = counter(
@@ -119,17 +119,20 @@ class _AtOnce(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pool, scheduler = self._pool, self._pool.scheduler
-        busy = [engine for engine in pool.engines if engine.is_busy and engine not in pool.waiting]
-        share = sum(map(bytes_used, busy)) / pool.memory
+        used = sum(
+            bytes_used(engine)
+            for engine in pool.engines
+            if engine.is_busy and engine not in pool.waiting
+        )
         held = sum(map(bytes_held, pool.engines))
         yield GaugeMetricFamily(
-            USAGE, "Part of the memory that prompts and answers under way fill", share
+            USAGE, "Part of the memory that prompts and answers under way fill", used / pool.memory
         )
         yield GaugeMetricFamily(
-            "specengine:kv_cache_bytes", "Memory of all caches, kept prompts included", held
+            "specengine_kv_cache_bytes", "Memory of all caches, kept prompts included", held
         )
         yield SummaryMetricFamily(
-            "specengine:iteration_tokens_total",
+            "specengine_iteration_tokens",
             "Rows of each forward pass, of all requests",
             scheduler.forwards,
             scheduler.rows,

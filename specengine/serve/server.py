@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -180,33 +183,40 @@ def connections(settings: Settings) -> dict[str, Any]:
         "h11_max_incomplete_event_size": 2
         * MAX_HEADER_BYTES,  # smaller headers are refused here, by their size
         "timeout_keep_alive": settings.keep_alive_seconds,
+        # who may open the socket's file says for whom it asks; elsewhere uvicorn believes this machine's proxies
+        "forwarded_allow_ips": "*" if settings.unix_socket else None,
     }
 
 
-LOGGING: dict[str, Any] = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},
-    "handlers": {
-        "stderr": {
-            "class": "logging.StreamHandler",
-            "formatter": "plain",
-            "stream": "ext://sys.stderr",
-        }
-    },
-    "loggers": {
-        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False}
-        for name in ("uvicorn", "specengine.serve")
-    },
-}
+def logging_of(level: str) -> dict[str, Any]:
+    """Return the configuration of the log, on standard error, without what is below the level."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+        "handlers": {
+            "stderr": {
+                "class": "logging.StreamHandler",
+                "formatter": "plain",
+                "stream": "ext://sys.stderr",
+            }
+        },
+        "loggers": {
+            name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+            for name in ("uvicorn", "specengine.serve")
+        },
+    }
 
 
 class Server(uvicorn.Server):
     """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
 
     def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
-        app = create_app(worker, settings)
-        super().__init__(uvicorn.Config(app, lifespan="on", **connections(settings), **options))
+        super().__init__(
+            uvicorn.Config(
+                create_app(worker, settings), lifespan="on", **connections(settings), **options
+            )
+        )
         self.worker, self.drain_seconds = worker, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -246,7 +256,7 @@ def run(
     listening(address)
     limit_arenas()
     worker = Worker(load, settings.queue, Metrics(), settings.parallel)
-    server = Server(worker, settings, log_config=LOGGING)
+    server = Server(worker, settings, log_config=logging_of(settings.log_level))
     worker.failed = lambda: setattr(server, "should_exit", True)
     with opened, beside(lambda: worker.state == "ready" and worker.jobs.idle):
         server.run(sockets=[opened])
@@ -256,12 +266,49 @@ def run(
 
 def open_socket(settings: Settings) -> tuple[socket.socket, str]:
     """Return the socket and its address; InputError where the address cannot be used."""
+    path, place = (
+        settings.unix_socket,
+        f"host, port: cannot listen at {settings.host}:{settings.port}",
+    )
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
+        if path is not None:
+            place = f"unix_socket: cannot listen at {path}"
+            return UnixSocket(path), f"unix:{path}"
         opened = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
-        raise InputError(
-            f"host, port: cannot listen at {settings.host}:{settings.port} ({error.strerror})"
-        ) from error
+        raise InputError(f"{place} ({error.strerror or error})") from error
     host, port = opened.getsockname()[:2]
-    return opened, f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return opened, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+class UnixSocket(socket.socket):
+    """Listens at a path, and takes it away when it is closed.
+
+    Only this user may connect, and the group where the umask lets it write. A socket that a server left there is
+    replaced; OSError where one listens, or where the path is no socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(socket.AF_UNIX)
+        self._path: Path | None = Path(path)
+        with socket.socket(socket.AF_UNIX) as probe:
+            if self._path.is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
+                self._path.unlink()
+        mask = os.umask(0o177)
+        try:
+            self.bind(path)
+        except OSError:
+            super().close()
+            raise
+        finally:
+            os.umask(mask)
+        self._path.chmod(0o600 if mask & 0o020 else 0o660)
+        self.listen(2048)
+
+    def close(self) -> None:
+        """Close, and remove the path the first time: later it may be another server's."""
+        if self._path is not None:  # a loop may have taken the descriptor away already
+            self._path.unlink(missing_ok=True)
+            self._path = None
+        super().close()

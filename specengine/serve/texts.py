@@ -140,8 +140,11 @@ def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[s
     ends = body.add_special if body.add_special_tokens is None else body.add_special_tokens
     ends = body.prompt is not None if ends is None else ends
     options = {"split_special_tokens": True} if body.parse_special is False else {}
-    clean = text.encode("utf-8", "replace").decode()
-    ids = list(tokenizer(clean, add_special_tokens=ends, **options)["input_ids"])
+    ids = list(
+        tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=ends, **options)[
+            "input_ids"
+        ]
+    )
     made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
     if body.with_pieces or body.return_token_strs:
         written = TokenTexts(tokenizer)
@@ -162,10 +165,14 @@ def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
     outside = next((token for token in tokens if not 0 <= token < known), None)
     if outside is not None:
         raise InputError(f"tokens: token id {outside} is out of range, accepted 0 to {known - 1}")
-    special = [
-        token for token in tokens if token in set(getattr(limits.tokenizer, "all_special_ids", ()))
-    ]
-    return Decoder(limits.tokenizer, special)(tokens)
+    return Decoder(
+        limits.tokenizer,
+        [
+            token
+            for token in tokens
+            if token in set(getattr(limits.tokenizer, "all_special_ids", ()))
+        ],
+    )(tokens)
 
 
 def filled(request: ChatRequest, limits: ModelLimits) -> str:
@@ -227,13 +234,18 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
     @app.get("/api/ps", summary="The one model, which stays loaded")
     async def running() -> Response:
         engine, known = texts.engine, described()
-        memory = known["size"] if engine.target.device.type == "cuda" else 0
-        more = {
-            "expires_at": "2318-01-01T00:00:00Z",
-            "size_vram": memory,
-            "context_length": engine.target.max_context,
-        }
-        return json_response({"models": [known | more]})
+        return json_response(
+            {
+                "models": [
+                    known
+                    | {
+                        "expires_at": "2318-01-01T00:00:00Z",
+                        "size_vram": known["size"] if engine.target.device.type == "cuda" else 0,
+                        "context_length": engine.target.max_context,
+                    }
+                ]
+            }
+        )
 
     @app.post("/api/show", summary="The one model, as Ollama shows it")
     async def show(body: ModelNamed) -> Response:

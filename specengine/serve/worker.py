@@ -320,10 +320,11 @@ class Worker:
             self.jobs.limits, self.beside = limits_of(self.engine), limits_of(self.engine)
             with contextlib.suppress(Exception):  # whoever asks for a constraint is told
                 target = self.engine.target
-                anything = GenerationOptions.of(
-                    {"json_object": True}, target.generation_config, 1, target.max_context
-                )
-                self.engine.constraint(anything)  # reads the vocabulary, which holds up all threads
+                self.engine.constraint(
+                    GenerationOptions.of(
+                        {"json_object": True}, target.generation_config, 1, target.max_context
+                    )
+                )  # reads the vocabulary, which holds up all threads
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
         except BaseException as error:  # told by whoever waits for the engine
@@ -510,8 +511,15 @@ def _deliver(
         and 0 < (request.t_max_predict_ms or 0) < 1000 * (stats.elapsed_s - stats.ttft_s)
     ):
         answer.reason = "length"
-    extra = _cycles(generation, piece, texts) if request.return_cycles else {}
-    job.deliver(Piece(piece.text, piece.cycle.tokens, answer, extra, piece.cycle.logprobs))
+    job.deliver(
+        Piece(
+            piece.text,
+            piece.cycle.tokens,
+            answer,
+            _cycles(generation, piece, texts) if request.return_cycles else {},
+            piece.cycle.logprobs,
+        )
+    )
 
 
 def _score(
@@ -547,5 +555,6 @@ def _cycles(generation: TextGeneration, piece: Any, texts: Texts) -> dict[str, A
 def limits_of(engine: Engine) -> ModelLimits:
     """Return the limits with a tokenizer of the reading threads' own: a tokenizer's state is set for each text."""
     tokenizer = copy.deepcopy(engine.tokenizer)
-    longest = longest_token(tokenizer)
-    return ModelLimits(tokenizer, engine.target.max_context, longest, threading.Lock())
+    return ModelLimits(
+        tokenizer, engine.target.max_context, longest_token(tokenizer), threading.Lock()
+    )

@@ -33,7 +33,7 @@ class Replicated:
         """0 where nothing was counted under this label yet."""
         lines = self.client.get("/metrics").text.splitlines()
         return next(
-            (float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}")),
+            (float(line.split()[-1]) for line in lines if line.startswith(f"specengine_{name}")),
             0.0,
         )
 

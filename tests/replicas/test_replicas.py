@@ -335,17 +335,27 @@ def test_counters_are_added_and_stay_where_a_replica_goes() -> None:
     assert _value(added, "num_requests_running") == 1
 
 
+def test_a_front_answers_probes_without_a_key_or_a_replica() -> None:
+    async def ask() -> dict[str, int]:
+        transport = httpx.ASGITransport(front.Front(Settings(NAME, api_keys=("key",))).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            paths = ("/live", "/version", "/ready", "/metrics")
+            return {path: (await client.get(path)).status_code for path in paths}
+
+    assert asyncio.run(ask()) == {"/live": 200, "/version": 200, "/ready": 503, "/metrics": 401}
+
+
 def test_a_share_of_several_replicas_is_their_mean() -> None:
     added = Added()
-    text = "# TYPE specengine:kv_cache_usage_perc gauge\nspecengine:kv_cache_usage_perc {}\n"
-    front = "# TYPE specengine:num_requests_running gauge\nspecengine:num_requests_running 0\n"
+    text = "# TYPE specengine_kv_cache_usage_perc gauge\nspecengine_kv_cache_usage_perc {}\n"
+    front = "# TYPE specengine_num_requests_running gauge\nspecengine_num_requests_running 0\n"
     added.take([("front", front), ("a", text.format(0.5)), ("b", text.format(0.1))])
     assert _value(added, "kv_cache_usage_perc") == pytest.approx(0.3)
 
 
 def _value(added: Added, name: str) -> float:
     lines = added.text().decode().splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"specengine:{name}"))
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"specengine_{name}"))
 
 
 def test_a_conversation_is_known_by_its_beginning() -> None:

@@ -52,7 +52,7 @@ class Served:
         return next(
             float(line.split()[-1])
             for line in text.splitlines()
-            if line.startswith(f"specengine:{name}")
+            if line.startswith(f"specengine_{name}")
         )
 
 

@@ -245,7 +245,7 @@ def counters(address: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found[sample.name.removeprefix("specengine:").removesuffix("_total")] += int(
+            found[sample.name.removeprefix("specengine_").removesuffix("_total")] += int(
                 sample.value
             )
     return found

@@ -87,8 +87,8 @@ def test_keys_and_large_bodies() -> None:
             == 413
         )
         text = server.client.get("/metrics", headers=right).text
-        assert 'specengine:request_failure_total{status="401"} 4.0' in text
-        assert 'specengine:request_failure_total{status="413"} 2.0' in text
+        assert 'specengine_request_failure_total{status="401"} 4.0' in text
+        assert 'specengine_request_failure_total{status="413"} 2.0' in text
 
 
 def test_browsers_of_other_origins_are_told_nothing_unless_they_may() -> None:
