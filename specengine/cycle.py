@@ -150,7 +150,7 @@ def _grown(
             error
         )  # else looking waits for a device
         if is_seen:
-            policies.require_frontier(policy, frontier, tree)
+            policies.require_nodes(policy, "grow", frontier, tree)
         if step is None:
             blame(drafter, method, error)
         elif is_seen:
@@ -331,7 +331,7 @@ class Inspected(Wrapped):
         return self._checked(self.inner.root(tree), 1)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        policies.require_frontier(self._policy, frontier, tree)
+        policies.require_nodes(self._policy, "grow", frontier, tree)
         return self._checked(self.inner.step(tree, frontier), frontier.ids.shape[0])
 
     def _checked(self, step: Step, rows: int) -> Step:
@@ -385,7 +385,8 @@ class EagerDriver:
             token, source, self.policy, seconds, self.device, plan, shared=shared, settle=settle
         )
         if not self.inspected:
-            policies.require_kept(self.policy, draft.kept, draft.grown)
+            if draft.kept is not None:
+                policies.require_nodes(self.policy, "keep", Nodes.of(draft.kept), draft.grown)
             self.inspected = len(draft.grown) > 1
         return draft
 

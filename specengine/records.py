@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -250,6 +251,12 @@ class Stats:
             name: value for name, value in vars(self).items() if name != "host_shares"
         } | derived
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_emitted_in_steps} tokens in {self.elapsed_s:.2f} s ({self.tokens_per_second:.1f} tokens/s), "
+            f"{self.mean_acceptance_length:.2f} per verification"
+        )
+
     def report(self) -> str:
         """Return the statistics as a short text table."""
         rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
@@ -289,11 +296,20 @@ class GenerationResult:
     """
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     finish_reason: str
-    stats: Stats
+    stats: Stats = field(repr=False)
     seed: int | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.text}\n[{self.finish_reason}: {self.stats}]"
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<pre style='white-space: pre-wrap'>{escape(self.text)}</pre>"
+            f"<small>{escape(f'{self.finish_reason}: {self.stats}')}</small>"
+        )
 
 
 class StreamPiece(NamedTuple):

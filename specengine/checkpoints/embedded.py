@@ -243,8 +243,7 @@ def _rebuild(
 
 
 def _check_free_space(folder: Path, peak: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < peak:
+    if (free := shutil.disk_usage(folder).free) < peak:
         raise CacheFolderError(
             f"the cache folder {folder} has {free / 1e6:.0f} MB left and {NAME} needs {peak / 1e6:.0f} MB while it is "
             "made: free some space there, or set SPECENGINE_CACHE to another folder"
@@ -314,10 +313,10 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch
 
     from specengine.checkpoints import gguf as gguf_files
-    from specengine.checkpoints.folder import no_loading_bars
+    from specengine.checkpoints.folder import quiet_loading_bars
     from specengine.checkpoints.gguf_source import GGUFSource
 
-    with gguf_files.read(gguf, gguf_files.architecture_of) as file, no_loading_bars():
+    with gguf_files.read(gguf, gguf_files.architecture_of) as file, quiet_loading_bars():
         config = gguf_files.config(file)
         GGUFSource(file, config, torch.bfloat16, name=NAME).model().save_pretrained(folder)
         gguf_files.tokenizer(file).save_pretrained(folder)

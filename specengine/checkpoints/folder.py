@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from huggingface_hub.utils.tqdm import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -30,7 +25,7 @@ from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.files import read_text
 from specengine.models.configs import auto_class, family_of
 from specengine.models.mtp import parts_in
-from specengine.models.weights import KIND_OF, Source, Weight, upright
+from specengine.models.weights import KIND_OF, Source, Weight, bar_options, upright
 
 T = TypeVar("T")
 Stored = StoredTensor | Stack
@@ -125,7 +120,7 @@ class FolderSource(Source):
         return torch.float32 if self.is_exact(name) else self.dtype
 
     def model(self) -> PreTrainedModel:
-        with no_loading_bars(), torch.device("cpu"):
+        with quiet_loading_bars(), torch.device("cpu"):
             return auto_class(self._whole).from_pretrained(
                 self.folder, config=self._whole, dtype=self.dtype, trust_remote_code=False
             )
@@ -161,17 +156,12 @@ def generation_config_of(folder: Path) -> GenerationConfig:
 
 
 @contextlib.contextmanager
-def no_loading_bars() -> Iterator[None]:
-    """Hide the progress bars over reading weights, which takes seconds; those over downloads stay."""
-    loading = logging.is_progress_bar_enabled()
-    restore_downloads = (
-        disable_progress_bars if are_progress_bars_disabled() else enable_progress_bars
+def quiet_loading_bars() -> Iterator[None]:
+    """Show transformers' bars over reading weights where ours are shown; those over downloads stay as they are."""
+    before = logging.set_tqdm_hook(
+        lambda make, values, options: make(*values, **options | bar_options())
     )
-    logging.disable_progress_bar()  # both kinds
-    restore_downloads()
     try:
         yield
     finally:
-        if loading:
-            logging.enable_progress_bar()
-        restore_downloads()
+        logging.set_tqdm_hook(before)

@@ -35,7 +35,7 @@ from specengine.checkpoints.checks import (
 )
 from specengine.checkpoints.eagle import is_head
 from specengine.checkpoints.embedded import Progress
-from specengine.checkpoints.folder import FolderSource, generation_config_of, no_loading_bars
+from specengine.checkpoints.folder import FolderSource, generation_config_of, quiet_loading_bars
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, require_files, tensors_of
 from specengine.errors import (
@@ -203,7 +203,7 @@ def _huggingface(
         else {"distributed_config": splitting(config, options.trust_remote_code)}
     )
     try:
-        with no_loading_bars(), torch.device("cpu"):
+        with quiet_loading_bars(), torch.device("cpu"):
             loaded, report = auto_class(config).from_pretrained(
                 path,
                 config=config,
@@ -257,7 +257,7 @@ def _read_by_transformers(
         if len(file.parts) > 1 or gguf.is_known(file.metadata):
             raise refused
         try:
-            with no_loading_bars(), torch.device("cpu"):
+            with quiet_loading_bars(), torch.device("cpu"):
                 model, report = AutoModelForCausalLM.from_pretrained(
                     path.parent,
                     gguf_file=path.name,

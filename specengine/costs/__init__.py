@@ -280,9 +280,12 @@ def _at(points: tuple[tuple[int, float], ...], nodes: int) -> float:
         return points[0][1]
     right = next((i for i, (at, _) in enumerate(points) if at >= nodes), len(points) - 1)
     (x0, y0), (x1, y1) = points[right - 1], points[right]
-    if nodes > x1:  # beyond the last point, noise must not make more nodes cheaper
-        return y1 + max(0.0, y1 - y0) * (nodes - x1) / (x1 - x0)
-    return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
+    # beyond the last point, noise must not make more nodes cheaper
+    return (
+        y1 + max(0.0, y1 - y0) * (nodes - x1) / (x1 - x0)
+        if nodes > x1
+        else y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
+    )
 
 
 def _sorted(points: Points) -> tuple[tuple[int, float], ...]:

@@ -60,8 +60,7 @@ class EagleDraft(RowDraft):
         self.name = name
         if isinstance(head, EagleRunner):
             self.name = f"eagle (EAGLE-{head.config.version}{', ' + name if name else ''})"
-        self.target = target
-        self.model_seconds = 0.0
+        self.target, self.model_seconds = target, 0.0
         self._states = torch.zeros(0, head.hidden_size, dtype=head.dtype, device=target.device)
         self._temperatures = torch.tensor(
             head.temperatures, device=target.device, dtype=torch.float32

@@ -34,6 +34,7 @@ from specengine.engine.scheduler import (
 from specengine.errors import EngineBusyError, require, require_value
 from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget
+from specengine.models.weights import progress_bar
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, GenerationResult, TokenLogprob
@@ -174,7 +175,7 @@ class Engine(EngineState):
         require_value("prompts", prompts, accepted, not isinstance(prompts, str | bytes | Mapping))
         asked = list(prompts)
         if parallel == 1 or type(self.target) is not NativeTarget:
-            return [self.generate(prompt, **options) for prompt in asked]
+            return [self.generate(one, **options) for one in progress_bar(asked, "Answers")]
         return Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
 
     def astream(

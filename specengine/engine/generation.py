@@ -343,7 +343,7 @@ class TextGeneration:
             prompt, options = read_call(prompt, options)
         given = vars(options) if isinstance(options, GenerationOptions) else options
         self.prompt = token_ids(
-            prompt,
+            cast(Prompt, prompt),
             engine.tokenizer,
             raw=bool(given.get("raw", False)),
             vocab_size=target.vocab_size,
@@ -365,8 +365,7 @@ class TextGeneration:
         self._texts = TextStream(Decoder(engine.tokenizer, shown))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        self._sent = 0
-        self._started = False
+        self._sent, self._started = 0, False
         self._silent = False  # whether the text of pieces is left out, as nobody reads it
         self._streams = False  # whether a streamer waits for the end
         self._engine = engine
@@ -389,6 +388,17 @@ class TextGeneration:
     def stops_passed(self) -> int:
         """Return the characters at the beginning of the answer in which no stop string counts."""
         return self.answer.request.stopper.passed
+
+    def __repr__(self) -> str:
+        return f"TextGeneration({self.stats})"
+
+    def _repr_html_(self) -> str:
+        return (
+            self.result
+            or GenerationResult(
+                self._texts.decode(self._tokens), self._tokens, "under way", self.stats
+            )
+        )._repr_html_()
 
     def __iter__(self) -> Iterator[StreamPiece]:
         return self

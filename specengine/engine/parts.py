@@ -33,6 +33,7 @@ from specengine.errors import (
 from specengine.models import Target, common_prefix
 from specengine.models.assistant import AssistantHead
 from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
+from specengine.models.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
 from specengine.request.grammars import Constraint, Vocabularies, compiled
@@ -184,8 +185,7 @@ class EngineState:
         )
         if (drafter is None) != (policy is None):
             raise InputError("policy, draft: give both, or neither for plain decoding")
-        self.target = target
-        self.drafter = drafter
+        self.target, self.drafter = target, drafter
         self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
         self.notes: list[str] = []  # what a user should know about these parts; in the statistics
@@ -211,8 +211,7 @@ class EngineState:
 
     def let_go(self) -> None:
         """Drop all parts. What is asked for afterwards raises EngineClosedError."""
-        self.target = self.drafter = self.tokenizer = self.drivers = self.watch = CLOSED
-        self.pool = self.ring = None
+        self.target = self.drafter = self.drivers = self.watch = self.pool = self.ring = CLOSED
         vars(self).pop("vocabularies", None)
 
     @functools.cached_property
@@ -472,7 +471,8 @@ class Pool:
             one = next(asked, None)
             return None if one is None else (idle[0], answer(idle[0], *one))
 
-        results = dict(run_tasks(self.engines, self.scheduler, take))
+        answers = run_tasks(self.engines, self.scheduler, take)
+        results = dict(progress_bar(answers, "Answers", getattr(prompts, "__len__", int)()))
         return [results[number] for number in range(len(results))]
 
 

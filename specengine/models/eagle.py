@@ -452,10 +452,12 @@ class DraftHead(ABC):
         feature_size: int,
         temperatures: tuple[float, ...] = (),
     ) -> None:
-        self.hidden_size = hidden_size
-        self.feature_ids = feature_ids
-        self.feature_size = feature_size
-        self.temperatures = temperatures
+        self.hidden_size, self.feature_ids, self.feature_size, self.temperatures = (
+            hidden_size,
+            feature_ids,
+            feature_size,
+            temperatures,
+        )
 
     def __copy__(self) -> Self:
         """Return a head over an empty cache, with the same weights."""

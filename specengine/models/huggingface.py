@@ -226,8 +226,7 @@ class CausalLM:
         refuse_absent(model)
         with errors_named(model):
             refuse_looking_ahead(model)
-        self.model = model
-        self.version = 0
+        self.model, self.version = model, 0
         self.seconds = 0.0  # spent in model forwards, ever
         self._watch = None if merge else Watch(model)
         twin = self._own_twin()

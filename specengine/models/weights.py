@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from specengine.errors import UnsupportedModelError
 from specengine.models.configs import (
@@ -381,9 +383,7 @@ class PackedModel:
         instruction_set: str,
         quantize: str | None,
     ) -> None:
-        self.source = source
-        self.config = source.config
-        self.shape = shape
+        self.source, self.config, self.shape = source, source.config, shape
         self.state: Any = None
         self.family = family_of(self.config)
         self.instruction_set = instruction_set
@@ -404,7 +404,9 @@ class PackedModel:
         kinds = kinds_of(numerics, quantize=quantize is not None)
         packed = (
             self._packed(part, turned)
-            for weight in self.source.weights(blocks=kinds)
+            for weight in progress_bar(
+                self.source.weights(blocks=kinds), "Loading weights", len(shapes)
+            )
             if weight.name in shapes
             for part in self._in_order(
                 self._as_it_is_read(weight, parts[weight.name]),
@@ -673,3 +675,20 @@ def add_weight(
             weight.order,
         )
     return kind.removeprefix(INTEGER)
+
+
+# ---- bars over what takes long
+
+
+T = TypeVar("T")
+
+
+def bar_options() -> dict[str, Any]:
+    """Return the options of a tqdm bar that is shown on a terminal and in a notebook, after a second, and then goes."""
+    shows = "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
+    return {"disable": not shows, "delay": 1, "leave": False}
+
+
+def progress_bar(items: Iterable[T], title: str, total: int | None = None) -> Iterable[T]:
+    """Return the items, with a bar; transformers' `logging.disable_progress_bar()` hides it. total: of the items."""
+    return cast(Iterable[T], logging.tqdm(items, desc=title, total=total or None, **bar_options()))

@@ -729,6 +729,20 @@ class TokenTree:
     def __len__(self) -> int:
         return int(self.size)
 
+    def __str__(self) -> str:
+        """Return a line per node, below its parent: the token, and the draft's probability of the edge to it."""
+        paths = [(0,)]
+        for node, parent in enumerate(self.parents[1 : len(self)].tolist(), start=1):
+            paths.append((*paths[parent], node))
+        tokens, edges = self.tokens.tolist(), self.log_probs.exp().tolist()
+        return "\n".join(
+            f"{'  ' * (len(path) - 1)}{tokens[path[-1]]} {edges[path[-1]]:.3f}"
+            for path in sorted(paths)
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{self}</pre>"
+
     def restart(self) -> None:
         """Remove all nodes but the root, whose token stays."""
         self.size.fill_(1)

@@ -296,16 +296,10 @@ def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: 
     )
 
 
-def require_kept(policy: TreePolicy, nodes: Tensor | None, grown: TokenTree) -> None:
-    """Raise PolicyError where `keep` returned nodes that the tree does not have."""
-    if nodes is not None and (fault := fault_of_nodes(Nodes.of(nodes), grown)) is not None:
-        raise PolicyError(f"{name_of(policy)}: keep returned {fault}")
-
-
-def require_frontier(policy: TreePolicy, frontier: Any, tree: TokenTree) -> None:
-    """Raise PolicyError where `grow` returned nodes that the tree does not have."""
-    if (fault := fault_of_nodes(frontier, tree)) is not None:
-        raise PolicyError(f"{name_of(policy)}: grow returned {fault}")
+def require_nodes(policy: TreePolicy, method: str, nodes: Any, tree: TokenTree) -> None:
+    """Raise PolicyError where a method returned nodes that the tree does not have."""
+    if (fault := fault_of_nodes(nodes, tree)) is not None:
+        raise PolicyError(f"{name_of(policy)}: {method} returned {fault}")
 
 
 def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:

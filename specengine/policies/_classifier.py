@@ -147,8 +147,7 @@ class Classifier:
     """
 
     def __init__(self, net: Any, facts: Mapping[str, Any]) -> None:
-        self.net = net
-        self.facts = facts
+        self.net, self.facts = net, facts
         # the network by device; its parts, kept here because a module is slow to list them
         self.on = PerDevice(
             lambda device: (

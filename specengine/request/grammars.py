@@ -296,11 +296,8 @@ class Constraint:
         if not self._go(tokens):
             return []
         forced_ids = list(self._matcher.compute_ff_tokens())
-        if self._gave_up():
-            return []
-        return forced_ids[
-            : self._matcher.validate_tokens(forced_ids)
-        ]  # text like a special token's is not that token
+        # text like a special token's is not that token
+        return [] if self._gave_up() else forced_ids[: self._matcher.validate_tokens(forced_ids)]
 
     def allows(self, tokens: Sequence[int], token: int) -> bool:
         """Return whether this token may follow these."""

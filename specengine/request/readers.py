@@ -81,8 +81,7 @@ class ReadingProcess:
             )
         except OSError as error:
             raise NoReaderError from error
-        self._is_ready = False
-        self.is_late = False
+        self._is_ready, self.is_late = False, False
 
     def ask(self, line: bytes, seconds: float) -> bytes:
         """Return the line that answers; nothing where the process failed, or took longer and is `is_late`."""

@@ -268,8 +268,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
 def _every(check: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -1,16 +1,20 @@
-"""Loading says nothing of its own to standard error, and leaves transformers' settings as they were."""
+"""Bars over what takes long: on a terminal and in a notebook alone, and nothing is left of them."""
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from huggingface_hub.utils import are_progress_bars_disabled
+import tqdm.auto
 from transformers.utils import logging
 
-from specengine.checkpoints.folder import no_loading_bars
+from specengine.checkpoints.folder import quiet_loading_bars
 from specengine.engine import Engine
+from specengine.models.weights import progress_bar
 from tests.toy import byte_tokenizer, tiny
 
 
@@ -26,14 +30,34 @@ def test_loading_shows_no_bars(backend: str, tmp_path: Path, capfd: Any) -> None
     assert logging.is_progress_bar_enabled()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_settings_are_as_before(enabled: bool) -> None:
-    (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+def test_the_hook_of_bars_is_as_before() -> None:
+    before = logging.set_tqdm_hook(None)
     try:
-        with no_loading_bars():
-            assert not logging.is_progress_bar_enabled()
-            assert are_progress_bars_disabled() is not enabled, "downloads are still shown"
-        assert logging.is_progress_bar_enabled() is enabled
-        assert are_progress_bars_disabled() is not enabled
+        with quiet_loading_bars():
+            assert logging.tqdm(range(3), disable=False).disable, "standard error is no terminal"
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert logging.set_tqdm_hook(before) is None
+
+
+@pytest.mark.parametrize("place", ["terminal", "notebook"])
+def test_bars_are_shown_after_a_second(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    if place == "terminal":
+        monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    assert list(progress_bar(range(3), "Answers", 3)) == [0, 1, 2]
+    assert terminal.getvalue() == "", "a bar that is over at once is not shown"
+    bar = progress_bar(range(3), "Answers", 3)
+    assert isinstance(bar, tqdm.auto.tqdm)
+    assert (bar.disable, bar.delay, bar.leave, bar.total) == (False, 1, False, 3)
+    bar.close()
+    logging.disable_progress_bar()
+    try:
+        hidden = progress_bar(range(3), "Answers")
+        assert not isinstance(hidden, tqdm.auto.tqdm)
+        assert list(hidden) == [0, 1, 2]
     finally:
         logging.enable_progress_bar()

@@ -66,10 +66,12 @@ class GGUFFile:
     def __init__(
         self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
     ) -> None:
-        self.path = sources[0].path
-        self.metadata = metadata
-        self.tensors = tensors
-        self._sources = sources
+        self.path, self.metadata, self.tensors, self._sources = (
+            sources[0].path,
+            metadata,
+            tensors,
+            sources,
+        )
 
     @property
     def parts(self) -> list[Path]:
@@ -239,9 +241,7 @@ class _Cursor:
     """The values of a file one after the other from its start; `place` says in an error what is being read."""
 
     def __init__(self, source: _Source) -> None:
-        self.source = source
-        self.position = 0
-        self.place = "the header"
+        self.source, self.position, self.place = source, 0, "the header"
         self._data = bytearray()
 
     def error(self, message: str) -> CheckpointError:

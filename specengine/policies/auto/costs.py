@@ -55,8 +55,7 @@ class CostModel:
     """
 
     def __init__(self, costs: PassCosts, nodes: int, width: int) -> None:
-        self.nodes = nodes
-        self.width = width
+        self.nodes, self.width = nodes, width
         self.context = 0  # tokens
         self.stale = False  # whether prices are to be brought up to date before the next tree
         self.tries = False  # whether the present cycle is priced to try rows that no cycle has

@@ -108,8 +108,7 @@ class Layout(ABC):
         """
         self.fields = HeadFields(raw)
         self.names = frozenset(names)
-        self.chosen = chosen
-        self.chosen_layer_ids = layer_ids
+        self.chosen, self.chosen_layer_ids = chosen, layer_ids
         self.notes: list[str] = []
         self.version = self.read_version()
         self.names = frozenset(

@@ -1,0 +1,53 @@
+"""What a print, a prompt of Python and a notebook show of results, streams and trees."""
+
+import re
+
+import pytest
+
+from specengine.ops.tree import TokenTree
+from specengine.records import GenerationResult, Stats
+from tests.engine.engines import PROMPT, engine_of, tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FIGURES = r"\d+ tokens in \d+\.\d\d s \(\d+\.\d tokens/s\), \d\.\d\d per verification"
+
+
+def test_a_result_is_shown_as_its_text_and_a_line_of_figures() -> None:
+    result = engine_of(tokenizer=tokenizer()).generate(PROMPT, max_new_tokens=6)
+    text, _, figures = str(result).rpartition("\n")
+    assert text == result.text
+    assert re.fullmatch(rf"\[length: {FIGURES}\]", figures), figures
+    assert repr(result).startswith(f"GenerationResult(text={result.text!r}, finish_reason='length'")
+    assert len(repr(result)) < len(repr(result.text)) + 120
+    assert str(Stats()).startswith("0 tokens in 0.00 s")
+
+
+def test_html_holds_no_markup_of_the_answer() -> None:
+    result = GenerationResult("<script>alert(1)</script> & 'x'", [1], "stop", Stats())
+    shown = result._repr_html_()
+    assert "<script>" not in shown
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#x27;x&#x27;" in shown
+    assert "stop: 0 tokens in 0.00 s" in shown
+
+
+def test_a_stream_is_shown_as_far_as_it_is() -> None:
+    engine = engine_of(tokenizer=tokenizer())
+    with engine.stream(PROMPT, max_new_tokens=12) as stream:
+        assert repr(stream).startswith("TextGeneration(0 tokens")
+        next(stream)
+        so_far = stream.stats.num_emitted_in_steps
+        assert so_far
+        assert "<pre" in stream._repr_html_()
+        rest = list(stream)
+    assert rest
+    assert re.search(rf"TextGeneration\({FIGURES}\)", repr(stream))
+    assert stream.result is not None
+    assert stream._repr_html_() == stream.result._repr_html_()
+
+
+def test_a_tree_is_shown_a_line_per_node_below_its_parent() -> None:
+    tree = TokenTree.of_lists([9, 4, 5, 6, 7], [-1, 0, 0, 1, 2])
+    lines = ["9 1.000", "  4 1.000", "    6 1.000", "  5 1.000", "    7 1.000"]
+    assert str(tree) == "\n".join(lines)
+    assert tree._repr_html_() == f"<pre>{tree}</pre>"
+    assert str(TokenTree.root(3, capacity=8)) == "3 1.000"
