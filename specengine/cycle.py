@@ -69,9 +69,8 @@ class Lane:
 
     def count(self, cycle: Cycle) -> None:
         """Add a cycle to the statistics."""
-        elapsed = time.perf_counter() - self.began
-        self.stats.ttft_s = self.stats.ttft_s or elapsed
-        self.stats.elapsed_s = elapsed
+        self.stats.elapsed_s = time.perf_counter() - self.began
+        self.stats.ttft_s = self.stats.ttft_s or self.stats.elapsed_s
         self.stats.num_generated_tokens += len(cycle.tokens)
         self.stats.add(cycle)
 

@@ -156,10 +156,9 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
     types_by_name = typing.get_type_hints(cls)
     types = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
     require_options(options, types, f"{field}: ")
-    values = {
-        name: _convert(value, types[name], f"{field}.{name}") for name, value in options.items()
-    }
-    return cls(**values)
+    return cls(
+        **{name: _convert(value, types[name], f"{field}.{name}") for name, value in options.items()}
+    )
 
 
 def _convert(value: Any, expected: Any, field: str) -> Any:

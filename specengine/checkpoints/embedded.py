@@ -49,9 +49,9 @@ class PinnedFile:
         if file.stat().st_size != self.size:
             return f"{file} has {file.stat().st_size:,} bytes instead of {self.size:,}"
         return (
-            f"{file} has another SHA-256 than {self.sha256}"
-            if sha256(file) != self.sha256
-            else None
+            None
+            if sha256(file) == self.sha256
+            else f"{file} has another SHA-256 than {self.sha256}"
         )
 
 

@@ -271,8 +271,7 @@ class Corrections:
         if self._knots[right] <= rows or right == 0:
             return right, right, 0.0
         few = math.log(self._knots[right - 1])
-        many = math.log(self._knots[right])
-        return right - 1, right, (math.log(rows) - few) / (many - few)
+        return right - 1, right, (math.log(rows) - few) / (math.log(self._knots[right]) - few)
 
 
 def knots(count: int) -> list[int]:

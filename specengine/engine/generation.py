@@ -177,8 +177,8 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     if pool is not None:
         pool.read(engine)
     driver.prepare(request.sampler)
-    stats.notes += engine.notes + target.notes
-    stats.notes += [] if drivers.captured is None else drivers.captured.notes
+    captured_notes = () if drivers.captured is None else drivers.captured.notes
+    stats.notes += [*engine.notes, *target.notes, *captured_notes]
     return lane
 
 

@@ -271,10 +271,11 @@ class Scheduler:
         """Run a cycle of each lane, and of prompts the pieces whose turn it is; return the answers that got on."""
         began = time.perf_counter()
         with self.turn, in_own_dtype(one_torch_thread(), "cpu"):
-            under_way = (
-                answer for reference in self._answers if (answer := reference()) is not None
-            )
-            answers = [answer for answer in under_way if not answer.is_ended]
+            answers = [
+                answer
+                for reference in self._answers
+                if (answer := reference()) is not None and not answer.is_ended
+            ]
             self._answers = list(map(weakref.ref, answers))
             for answer in answers:
                 if not isinstance(answer.need, Lane) and answer.ticket.is_over:

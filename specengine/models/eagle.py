@@ -107,7 +107,9 @@ class EagleConfig:
     @property
     def num_features(self) -> int:
         """Return how many hidden states of the target are read."""
-        return 1 if self.version == 1 else 3 if self.layer_ids is None else len(self.layer_ids)
+        if self.version == 1:
+            return 1
+        return 3 if self.layer_ids is None else len(self.layer_ids)
 
     def feature_ids(self, layers: int) -> tuple[int, ...]:
         """Return the hidden states read of a target of `layers` layers; EAGLE-1 reads the one after the final norm."""
@@ -284,12 +286,9 @@ class Eagle3Head(EagleHead):
         return self.lm_head if self.config.own_head else None
 
     def target_ids(self) -> Tensor | None:
-        return (
-            None
-            if self.d2t is None
-            else self.d2t
-            + torch.arange(self.d2t.shape[0], device=self.d2t.device, dtype=torch.int64)
-        )
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device, dtype=torch.int64)
 
 
 class DecoderLayer(nn.Module):
@@ -452,12 +451,8 @@ class DraftHead(ABC):
         feature_size: int,
         temperatures: tuple[float, ...] = (),
     ) -> None:
-        self.hidden_size, self.feature_ids, self.feature_size, self.temperatures = (
-            hidden_size,
-            feature_ids,
-            feature_size,
-            temperatures,
-        )
+        self.feature_ids, self.feature_size = feature_ids, feature_size
+        self.hidden_size, self.temperatures = hidden_size, temperatures
 
     def __copy__(self) -> Self:
         """Return a head over an empty cache, with the same weights."""

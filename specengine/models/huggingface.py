@@ -377,8 +377,8 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        shared = getattr(self.config, "num_kv_shared_layers", 0) or 0
-        return self._layout.slabs[0][0] + shared  # those that share keep no keys of their own
+        # layers that share keys keep none of their own
+        return self._layout.slabs[0][0] + (getattr(self.config, "num_kv_shared_layers", 0) or 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -557,11 +557,8 @@ class CausalLM:
             return "a node's logits change with its sibling"
         # of rounding, half precision has plenty
         tolerance = 0.01 if self._layout.dtype == torch.float32 else 0.25
-        return (
-            "a node's logits differ from those of its path alone"
-            if not (path - tree).abs().max() <= tolerance * effect
-            else None
-        )
+        differs = not (path - tree).abs().max() <= tolerance * effect
+        return "a node's logits differ from those of its path alone" if differs else None
 
     def _window_fault(self) -> str | None:
         """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""

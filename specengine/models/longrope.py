@@ -75,8 +75,7 @@ class LongRopeTarget(HuggingFaceTarget):
     _long = False  # the frequencies of the keys in the cache
 
     def cached(self, tokens: list[int]) -> int:
-        reusable = super().cached(tokens)
-        return reusable if self._long == self._passes(len(tokens)) else 0
+        return super().cached(tokens) if self._long == self._passes(len(tokens)) else 0
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         reused = self.cached(tokens) if keep is None else keep

@@ -104,8 +104,7 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        model = empty_model(of_head(config), dtype)
-        decoder: Any = with_buffers(model).get_decoder()
+        decoder: Any = with_buffers(empty_model(of_head(config), dtype)).get_decoder()
         size, norm = (
             decoder.config.hidden_size,
             type(getattr(decoder, "norm", None) or decoder.norm_f),

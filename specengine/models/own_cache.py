@@ -391,8 +391,8 @@ class OwnCacheTarget(HuggingFaceTarget):
         return [f"{how} its own cache: {why}"]
 
     def cached(self, tokens: list[int]) -> int:
-        reusable = super().cached(tokens)
-        return 0 if self.lm.mixes else reusable  # a prompt in two parts would be answered otherwise
+        # a prompt in two parts would be answered otherwise
+        return 0 if self.lm.mixes else super().cached(tokens)
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
         self.cache.crop(self.cached(tokens) if keep is None else keep)

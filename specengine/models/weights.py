@@ -685,8 +685,8 @@ T = TypeVar("T")
 
 def bar_options() -> dict[str, Any]:
     """Return the options of a tqdm bar that is shown on a terminal and in a notebook, after a second, and then goes."""
-    shows = "ipykernel" in sys.modules or bool(sys.stderr and sys.stderr.isatty())
-    return {"disable": not shows, "delay": 1, "leave": False}
+    hides = "ipykernel" not in sys.modules and not (sys.stderr and sys.stderr.isatty())
+    return {"disable": hides, "delay": 1, "leave": False}
 
 
 def progress_bar(items: Iterable[T], title: str, total: int | None = None) -> Iterable[T]:

@@ -439,7 +439,7 @@ def test_asynchronous_streams_are_answered_at_once() -> None:
 
     for (tokens, result), own in zip(asyncio.run(all_of_them()), alone, strict=True):
         assert tokens == result.token_ids == own.token_ids
-    assert len(engine._streams[1]._engines) == 3
+    assert len(engine._streams[1].engines) == 3
 
 
 @pytest.mark.parametrize("backend", ["native", "huggingface"])

@@ -66,12 +66,8 @@ class GGUFFile:
     def __init__(
         self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
     ) -> None:
-        self.path, self.metadata, self.tensors, self._sources = (
-            sources[0].path,
-            metadata,
-            tensors,
-            sources,
-        )
+        self.path, self._sources = sources[0].path, sources
+        self.metadata, self.tensors = metadata, tensors
 
     @property
     def parts(self) -> list[Path]:
@@ -110,8 +106,7 @@ class GGUFFile:
 
     def numbers(self, name: str) -> np.ndarray:
         """Return one tensor in float32, in its shape."""
-        blocks = self.read(name)
-        return dequantize(self.tensors[name].kind, blocks, self.tensors[name].shape)
+        return dequantize(self.tensors[name].kind, self.read(name), self.tensors[name].shape)
 
     def close(self) -> None:
         """Free the descriptors. Copies stay."""
