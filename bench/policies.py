@@ -26,7 +26,7 @@ from bench.costs_record import costs_record
 from specengine import Engine, policies
 from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.measuring import Run
-from specengine.benchmark.records import Record
+from specengine.benchmark.records import Record, public
 from specengine.benchmark.summaries import summaries
 from specengine.benchmark.ways import PLAIN
 from specengine.benchmark.workloads import Workload
@@ -233,7 +233,7 @@ def _settings(args: argparse.Namespace, first: Engine, items: Sequence[Workload]
     )
     return {
         "record": "settings",
-        "model": args.model or embedded.NAME,
+        "model": public([args.model or embedded.NAME])[0],
         "draft": "a draft for each way" if first.drafter is None else first.drafter.name,
         **{name: getattr(args, name) for name in named},
         "sets": list(dict.fromkeys(item.set for item in items)),
