@@ -113,15 +113,18 @@ def headline(tiled: str, untiled: str) -> str:
     )
 
 
-def machines(tiled: str, untiled: str, larger: str) -> str:
-    """Return the default beside the others, with AMX and without, and with a larger model's file."""
+MACHINES = (
+    "135M, Intel Xeon with AMX",
+    "135M, AMD EPYC without AMX",
+    "0.5B in Q4_K_M, the AMD",
+    "1.5B in Q4_K_M, the AMD",
+)
+
+
+def machines(*files: str) -> str:
+    """Return the default beside the others on each of MACHINES, by a file of each."""
     rows = []
-    ways = (
-        (tiled, "135M, Intel Xeon with AMX"),
-        (untiled, "135M, AMD EPYC without AMX"),
-        (larger, "1.5B in Q4_K_M without a head, the AMD"),
-    )
-    for file, machine in ways:
+    for file, machine in zip(files, MACHINES, strict=True):
         found, best = _gains(file), benched(file)["auto"]
         rows.append(
             [
@@ -141,7 +144,7 @@ def machines(tiled: str, untiled: str, larger: str) -> str:
         "over the best peer",
         "equal to plain",
     )
-    return table(header, rows, tiled, untiled, larger)
+    return table(header, rows, *files)
 
 
 class _Gains(NamedTuple):

@@ -104,7 +104,7 @@ class GenerationOptions(DeclaredOptions):
         if options.get("min_new_tokens") is None:
             self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
         least, most = self.min_new_tokens or 0, self.max_new_tokens
-        require("min_new_tokens", least, f"up to {most}", least <= most)
+        require("min_new_tokens", least, f"up to {shown(most)}", least <= most)
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
             ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
