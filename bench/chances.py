@@ -46,9 +46,8 @@ class Watched(Auto):
         self.hits, self.tries = torch.zeros(
             2, GROUPS * SOURCES * DEPTHS * RANKS, KNOTS, dtype=torch.float64
         ).unbind()
-        self.seen: list[
-            tuple[int, float, float, bool]
-        ] = []  # cell, stated, counted chance, whether it was accepted
+        # cell, stated, counted chance, whether it was accepted
+        self.seen: list[tuple[int, float, float, bool]] = []
         self._random = random.Random(0)
 
     def _first(self, tree: TokenTree, state: Any) -> Nodes:

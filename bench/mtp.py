@@ -56,13 +56,8 @@ PUBLISHED = {
         (0.664,),
     ),
 }
-CHILDREN = (
-    0.26,
-    0.11,
-    0.08,
-    0.06,
-    0.03,
-)  # of the rest, by rank, as auto-chances.jsonl counted them below the root
+# of the rest, by rank, as auto-chances.jsonl counted them below the root
+CHILDREN = 0.26, 0.11, 0.08, 0.06, 0.03
 LEAST = CHILDREN[0] / (1 + CHILDREN[0])  # chance of a first child: no other is likelier
 ELSEWHERE = 99  # a token that is never drafted
 
@@ -80,9 +75,8 @@ class Head(Drafter):
 
     def chances(self, path: Sequence[int]) -> tuple[list[float], float]:
         """Return the chances of the children of a node, and the number between 0 and 1 that chooses among them."""
-        random = np.random.default_rng(
-            [self.position, *(token + 1 for token in path)]
-        )  # zeros at the end count for nothing
+        # zeros at the end count for nothing
+        random = np.random.default_rng([self.position, *(token + 1 for token in path)])
         by_depth = self.rates.by_depth
         mean = by_depth[min(len(path), len(by_depth) - 1)]
         first = mean

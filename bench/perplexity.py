@@ -40,10 +40,8 @@ from specengine.errors import InputError, NumericalError
 REFERENCE = "huggingface float32"  # what the nats of single tokens are compared with
 LLAMA, LLAMA_SCRIPT = "llama.cpp", Path(__file__).with_name("cpu") / "llama_nats.py"
 BASES = (REFERENCE, "huggingface", "native", "native gguf")  # what perplexities are divided by
-WAYS = {
-    REFERENCE: ("huggingface", "float32"),
-    **{kind: (kind, "bfloat16") for kind in KINDS},
-}  # kind, dtype
+# kind, dtype
+WAYS = {REFERENCE: ("huggingface", "float32"), **{kind: (kind, "bfloat16") for kind in KINDS}}
 
 
 def main(arguments: list[str] | None = None) -> int:

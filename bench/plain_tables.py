@@ -9,13 +9,8 @@ from specengine.benchmark.records import NOTHING, Record, Table
 
 MAX_ROWS, MAX_COLUMNS, MAX_LETTERS = 40, 14, 40  # a way is its row's name, and is never cut
 MAX_ITEMS = 4  # of a list in a cell, as an interval
-APART = (
-    "provenance",
-    "settings",
-    "resumed",
-    "model",
-    "way",
-)  # records that say how something was measured
+# records that say how something was measured
+APART = "provenance", "settings", "resumed", "model", "way"
 
 
 def plain_tables(

@@ -20,9 +20,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 SMALL = numpy.float16(1e-3)  # the scale of blocks: logits stay finite
-OF_EMBEDDINGS = numpy.float16(
-    0.1
-)  # rows of states differ by their tokens more than by what they saw
+# rows of states differ by their tokens more than by what they saw
+OF_EMBEDDINGS = numpy.float16(0.1)
 
 
 def blocks(

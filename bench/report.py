@@ -64,11 +64,8 @@ OF_TABLES = (
     "launch floor",
     *LABELS,
 )
-SHOWN = {
-    "alpha": 1.35,
-    "parents": 10,
-    "given": "float32 logits",
-}  # cases of the table by vocabulary
+# cases of the table by vocabulary
+SHOWN = {"alpha": 1.35, "parents": 10, "given": "float32 logits"}
 TIMES = ("seconds", "median_ms", "policy_share")  # of a row of bench.policies
 
 COLUMNS: dict[str, Callable[[Record], str]] = {

@@ -46,12 +46,10 @@ class Cell:
     seconds: float = 0.0
     tokens: int = 0
     first: list[float] = field(default_factory=list)  # seconds to the first token, of each answer
-    between: list[float] = field(
-        default_factory=list
-    )  # seconds between tokens, the mean of each answer
-    pauses: list[float] = field(
-        default_factory=list
-    )  # the longest seconds between two pieces of each answer
+    # seconds between tokens, the mean of each answer
+    between: list[float] = field(default_factory=list)
+    # the longest seconds between two pieces of each answer
+    pauses: list[float] = field(default_factory=list)
 
     def add(self, other: Cell) -> None:
         """Take over the answers of another round."""
@@ -150,9 +148,8 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 async def crowd(address: str, clients: int, prompts: list[str], tokens: int) -> Cell:
     """Answer all prompts, so many at a time."""
     cell, left = Cell(), iter(prompts)
-    limits = httpx.Limits(
-        max_connections=clients, max_keepalive_connections=0
-    )  # servers may close those
+    # servers may close those
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
 
         async def one() -> None:

@@ -45,11 +45,8 @@ from specengine.policies._classifier import Mlp
 VOCABULARIES = (32768, 65536, 128256, 151936, 262144)
 ALPHAS = (0.7, 1.35, 5.0)  # creative text, natural language, a nearly certain continuation
 PARENTS = (1, 10, 60)
-GIVEN = (
-    "float32 log-probs",
-    "float32 logits",
-    "bfloat16 logits",
-)  # logits: the softmax is part of the time
+# logits: the softmax is part of the time
+GIVEN = "float32 log-probs", "float32 logits", "bfloat16 logits"
 WARM_UPS, REPEATS = 20, 100
 BASELINE = "eagle (torch)"
 

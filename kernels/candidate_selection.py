@@ -86,9 +86,8 @@ def _defined(values: Tensor) -> Tensor:
 def _read(row, column, live, LARGEST: tl.constexpr):
     """Read float32 values without NaN and +inf; -inf where `live` is not set."""
     x = tl.load(row + column, mask=live, other=float("-inf")).to(tl.float32)
-    x = tl.where(
-        x != x, float("-inf"), x
-    )  # before any maximum: what that makes of NaN differs between devices
+    # before any maximum: what that makes of NaN differs between devices
+    x = tl.where(x != x, float("-inf"), x)
     return tl.where(x > LARGEST, LARGEST, x)
 
 
@@ -161,9 +160,8 @@ def _stats(
 ):
     row, tile = tl.program_id(1), tl.program_id(0)
     column = tile * TILE + tl.arange(0, TILE)
-    end = tl.where(
-        tl.load(parents + row) > float("-inf"), columns, 0
-    )  # nothing of a dead row; NaN is dead too
+    # nothing of a dead row; NaN is dead too
+    end = tl.where(tl.load(parents + row) > float("-inf"), columns, 0)
     x = _read(logits + row.to(tl.int64) * row_stride, column, column < end, LARGEST)
     groups: tl.constexpr = TILE // GROUP
     tops = tl.max(tl.reshape(x, [groups, GROUP]), 1)

@@ -42,9 +42,8 @@ def reference(logits: Tensor, top: int, normalized: bool = False) -> Tensor:
     )
     best = values.topk(min(top, values.shape[1])).values
     if not normalized:
-        peak = best[:, :1].clamp(
-            min=torch.finfo(torch.float32).min
-        )  # finite also in rows of -inf alone
+        # finite also in rows of -inf alone
+        peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)
         best = best - peak - (values - peak).exp().sum(1, keepdim=True).clamp(min=1.0).log()
     return -torch.where(best > -torch.inf, best.exp() * best, 0.0).sum(1).float()
 

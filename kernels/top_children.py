@@ -44,9 +44,8 @@ def reference(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tensor,
     )
     best, columns = (part[:, :k] for part in values.sort(dim=1, descending=True, stable=True))
     if not normalized:
-        peak = best[:, :1].clamp(
-            min=torch.finfo(torch.float32).min
-        )  # finite also in rows of -inf alone
+        # finite also in rows of -inf alone
+        peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)
         best = best - peak - (values - peak).exp().sum(1, keepdim=True).clamp(min=1.0).log()
     return best.float(), columns
 

@@ -76,9 +76,8 @@ def _absorb(
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     shift = new_peak
     if MASKED:
-        shift = tl.where(
-            new_peak == float("-inf"), 0.0, new_peak
-        )  # a row that has seen nothing yet
+        # a row that has seen nothing yet
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores * scale - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)

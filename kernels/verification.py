@@ -240,9 +240,8 @@ def _draw(
             one, column_of_one = _first_of_best(
                 tl.reshape(exact, [TILE]), tl.reshape(column, [TILE])
             )
-            sooner = (one == top) & (
-                column_of_one < column_of_top
-            )  # of what is equal; -1 is of nothing
+            # of what is equal; -1 is of nothing
+            sooner = (one == top) & (column_of_one < column_of_top)
             column_of_top = tl.where(
                 (one > top) | (sooner & (column_of_one >= 0)), column_of_one, column_of_top
             )

@@ -139,9 +139,8 @@ class ReplayDrafter(Drafter):
 
     logged: LoggedTree
     columns: Columns
-    places: list[int] = field(
-        default_factory=lambda: [0], init=False
-    )  # of the tree's nodes in the log, -1: not there
+    # of the tree's nodes in the log, -1: not there
+    places: list[int] = field(default_factory=lambda: [0], init=False)
     widths: list[int] = field(default_factory=list, init=False)
     missed: int = field(default=0, init=False)
 

@@ -103,9 +103,8 @@ def split(prompts: list[str], fresh: int = FRESH) -> tuple[list[str], list[str]]
 
 
 TREE = {"width": 10, "expansions": 6, "budget": 60}  # EAGLE's
-ASKED = {
-    "german": {"raw": True, "temperature": 0.8, "seed": 1}
-}  # this model answers requests in German in English
+# this model answers requests in German in English
+ASKED = {"german": {"raw": True, "temperature": 0.8, "seed": 1}}
 # no way of `auto`: what it drafts follows the costs that its engine has measured, not the head alone
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"lookup": False, "policy": "eagle", "policy_options": TREE}

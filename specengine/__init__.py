@@ -65,9 +65,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"specengine.{_MODULES[name]}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"specengine.{name}") is not None:
-        return importlib.import_module(
-            f"specengine.{name}"
-        )  # specengine.policies.names(), after the import alone
+        # specengine.policies.names(), after the import alone
+        return importlib.import_module(f"specengine.{name}")
     raise AttributeError(f"module 'specengine' has no attribute {name!r}")
 
 

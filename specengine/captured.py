@@ -230,9 +230,8 @@ class CapturedDriver(EagerDriver):
         walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
-        root = walked.bonus.clamp(
-            min=0
-        )  # a cycle may be under way before the host sees that there is none
+        # a cycle may be under way before the host sees that there is none
+        root = walked.bonus.clamp(min=0)
         walked_over = verified.tokens.index_select(0, path.ids)
         tokens = torch.where(inner, walked_over.roll(-1), root)
         counts = torch.cat(
@@ -376,9 +375,8 @@ class CapturedDriver(EagerDriver):
     def reserve(self, tokens: int) -> None:
         """Make room, also for the cycle that may run behind the last token and for the runs of a capture."""
         most = tokens + self.budget + (WARM_UPS + 2) * self.unread
-        self.target.reserve(
-            room(most + self.budget + self.target.strict_rows), 0
-        )  # every forward is padded
+        # every forward is padded
+        self.target.reserve(room(most + self.budget + self.target.strict_rows), 0)
         if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
             reserve(
@@ -484,9 +482,8 @@ class CapturedDriver(EagerDriver):
         self._given.copy_(tree.trimmed())
         logits, features = self._run("verify")
         size = len(tree)
-        return logits[:size], None if features is None else features[
-            :size
-        ].clone()  # the next tree overwrites them
+        # the next tree overwrites them
+        return logits[:size], None if features is None else features[:size].clone()
 
     @torch.inference_mode()
     def cycles(self, lane: Lane) -> Iterator[Cycle]:

@@ -211,9 +211,8 @@ class Mark:
 
 def clear_workspaces() -> None:
     """Drop the cuBLAS workspaces of all streams; products make new ones on demand."""
-    clear = getattr(
-        torch._C, "_cuda_clearCublasWorkspaces", None
-    )  # missing in torch's builds for a CPU
+    # missing in torch's builds for a CPU
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
 

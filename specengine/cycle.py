@@ -145,9 +145,8 @@ def _grown(
         drafted = time.perf_counter()
         grown = policy.grow(tree, frontier, step)
     except Exception as error:
-        is_seen = ops.is_free(tree.size) and not says_enough(
-            error
-        )  # else looking waits for a device
+        # else looking waits for a device
+        is_seen = ops.is_free(tree.size) and not says_enough(error)
         if is_seen:
             policies.require_nodes(policy, "grow", frontier, tree)
         if step is None:
@@ -353,9 +352,8 @@ class EagerDriver:
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
         self.learns = policy is not None and learns(policy)
-        self.unread = self.longest + (
-            0 if policy is None else policy.plan().patience
-        )  # tokens between draft passes
+        # tokens between draft passes
+        self.unread = self.longest + (0 if policy is None else policy.plan().patience)
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
         # the drafter, where it has a prompt to run before its first pass

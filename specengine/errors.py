@@ -122,9 +122,8 @@ class MissingExtraError(SpecEngineError, ImportError):
 
 # ---- missing packages, and whose fault an error is
 
-CHECKOUT = Path(
-    __file__
-).parent.parent  # the root of the repository, if the package runs from a checkout
+# the root of the repository, if the package runs from a checkout
+CHECKOUT = Path(__file__).parent.parent
 
 
 def is_fault(error: Exception) -> bool:

@@ -383,9 +383,8 @@ def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: Load
     if lookup is None:
         by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
         eager = target.device.type == "cpu" and not options.graphs
-        return by_default and (
-            eager or isinstance(drafter, Recycling)
-        )  # which the host drafts from in any case
+        # which the host drafts from in any case
+        return by_default and (eager or isinstance(drafter, Recycling))
     return lookup
 
 

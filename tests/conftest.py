@@ -67,9 +67,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     most = item.config.getoption("--most-seconds")
     if not most:
         return (yield)
-    faulthandler.dump_traceback_later(
-        most, exit=True
-    )  # also where a kernel never ends and Python does not run
+    # also where a kernel never ends and Python does not run
+    faulthandler.dump_traceback_later(most, exit=True)
     try:
         return (yield)
     finally:

@@ -119,9 +119,8 @@ def test_a_fault_behind_a_near_tie_is_found(
     answer = plain.generate(PROMPT, **GREEDY).token_ids
     best, second = _row(plain, answer, 2).topk(2).values.tolist()
     reference = list(answer)
-    reference[2] = int(
-        _row(plain, answer, 2).topk(2).indices[1]
-    )  # the answer leaves the reference by a near-tie
+    # the answer leaves the reference by a near-tie
+    reference[2] = int(_row(plain, answer, 2).topk(2).indices[1])
     options = {**GREEDY, "reference": reference, "tolerance": best - second + 1e-3}
     assert certify(plain, speculative, PROMPT, **options).verdict == "near-tie"
 

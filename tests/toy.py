@@ -246,9 +246,8 @@ class RandomShape(TreePolicy):
 
 
 POLICIES = [*(name for name in policies.names() if name != "plain"), "random"]
-COSTS = PassCosts(
-    "toy", {1: 1.0, 10: 1.2}, {1: 0.1}
-)  # that stay, so that trees do not depend on a clock
+# that stay, so that trees do not depend on a clock
+COSTS = PassCosts("toy", {1: 1.0, 10: 1.2}, {1: 0.1})
 
 
 def policy_for(name: str, seed: int = 0) -> TreePolicy:

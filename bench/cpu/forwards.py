@@ -169,9 +169,8 @@ def same_bits(target: Target, grown: TokenTree) -> bool:
 
 
 def _prepared(given: Given, kind: str, most: int) -> Target:
-    engine = given.engine(
-        kind
-    )  # outside inference mode, which would stick to the weights that other parts share
+    # outside inference mode, which would stick to the weights that other parts share
+    engine = given.engine(kind)
     ids = given.engine("huggingface").tokenizer(workloads.BUILT_IN["edit"])["input_ids"]
     target = engine.target
     target.reset()

@@ -154,9 +154,8 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     for count in args.prompt_tokens:
         seconds: dict[str, list[float]] = {way: [] for way in first}
         for turn in range(args.first_rounds):
-            ids = [
-                (token + 1 + turn) % 1000 + 300 for token in range(count)
-            ]  # an engine may keep the last prompt
+            # an engine may keep the last prompt
+            ids = [(token + 1 + turn) % 1000 + 300 for token in range(count)]
             for way, run in first.items():
                 seconds[way].append(run(ids, 1)[1])
         medians = {way: round(statistics.median(spent), 4) for way, spent in seconds.items()}

@@ -35,9 +35,8 @@ def sdpa(case: Attention, tree: Tree, *, backend: str) -> Callable[[], Any]:
     mask = torch.zeros(groups * case.nodes, -(-slots // 16) * 16, dtype=q.dtype, device=q.device)[
         :, :slots
     ]
-    mask.masked_fill_(
-        ~tree.mask.repeat(groups, 1), -math.inf
-    )  # rows padded, as the kernels want them aligned
+    # rows padded, as the kernels want them aligned
+    mask.masked_fill_(~tree.mask.repeat(groups, 1), -math.inf)
     chosen = getattr(torch.nn.attention.SDPBackend, backend)
 
     def call() -> Tensor:
@@ -55,11 +54,8 @@ def from_folded(case: Attention, out: Tensor) -> Tensor:
     )
 
 
-BLOCKS: tuple[dict[str, int], ...] = (
-    {},
-    {"BLOCK_M": 64},
-    {"BLOCK_M": 64, "BLOCK_N": 32},
-)  # its own choice first
+# its own choice first
+BLOCKS: tuple[dict[str, int], ...] = {}, {"BLOCK_M": 64}, {"BLOCK_M": 64, "BLOCK_N": 32}
 
 
 def flex(case: Attention, tree: Tree) -> Callable[[], Any]:

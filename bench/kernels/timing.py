@@ -16,10 +16,8 @@ from bench.kernels.way import Way, installed
 
 CALLS, REPLAYS, WARM_UPS = 20, 60, 5
 COPIES_OF_L2 = 5
-RATES = {
-    "H200": (4.3e12, 790e12),
-    "H100": (3.0e12, 790e12),
-}  # bytes/s copied and bfloat16 operations/s, both measured
+# bytes/s copied and bfloat16 operations/s, both measured
+RATES = {"H200": (4.3e12, 790e12), "H100": (3.0e12, 790e12)}
 
 
 class Times(NamedTuple):

@@ -49,9 +49,8 @@ def error_of(case: Case, got: Tensor, wanted: Tensor) -> float:
     if isinstance(case, Attention):
         return float((got.double() - wanted).norm() / wanted.norm())
     if isinstance(case, Selection):
-        near_gate = (
-            got.double() - wanted
-        ).abs() > 1.0  # one of both is -inf: a score within rounding of the gate
+        # one of both is -inf: a score within rounding of the gate
+        near_gate = (got.double() - wanted).abs() > 1.0
         difference = (got.double() - wanted).masked_fill(near_gate, 0.0).nan_to_num(0.0).abs().max()
         return float(difference) if int(near_gate.sum()) <= 1 else math.inf
     return float((got != wanted).sum())

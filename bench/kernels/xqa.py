@@ -86,9 +86,8 @@ def packed(words: Tensor, nodes: int) -> Tensor:
 def shared(case: Attention, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     slots = case.prefix + case.nodes
     table = torch.arange(-(-slots // PAGE), dtype=torch.int32, device=device)[None]
-    length = torch.tensor([[slots]], dtype=torch.int32, device=device).view(
-        torch.uint32
-    )  # the tree's nodes included
+    # the tree's nodes included
+    length = torch.tensor([[slots]], dtype=torch.int32, device=device).view(torch.uint32)
     scratch, semaphores = (
         torch.zeros(size, dtype=torch.uint8, device=device) for size in (SCRATCH, SEMAPHORES)
     )

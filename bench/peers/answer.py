@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Tokens = Callable[
-    [list[int], int, list[int]], Iterator[int]
-]  # prompt, most tokens, ends; one at a time where known
+# prompt, most tokens, ends; one at a time where known
+Tokens = Callable[[list[int], int, list[int]], Iterator[int]]
 DRAFTED = 4  # tokens of a small model at a time
 
 
@@ -150,10 +149,8 @@ def vllm(args: argparse.Namespace) -> tuple[Tokens, dict[str, Any]]:
         yield from cut(list(found.outputs[0].token_ids), ends)
 
     if args.head:
-        speculative = {
-            **(speculative or {}),
-            "model": os.path.basename(args.head),
-        }  # a name, no path of this machine
+        # a name, no path of this machine
+        speculative = {**(speculative or {}), "model": os.path.basename(args.head)}
     return answer, {"speculative": speculative}
 
 

@@ -18,9 +18,8 @@ from specengine.trace.views import page
 
 ROOT = Path(__file__).parents[2]
 SITE = "build/docs"  # site_dir of zensical.toml
-GENERATED = {
-    "guide/traces/example.html": "guide/traces/example.jsonl"
-}  # pages of traces, below docs/ and the site
+# pages of traces, below docs/ and the site
+GENERATED = {"guide/traces/example.html": "guide/traces/example.jsonl"}
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
 LINK_ONLY = {"canonical", "sitemap", "alternate", "next", "prev"}  # of <link>: nothing is fetched
 

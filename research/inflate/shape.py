@@ -46,9 +46,8 @@ class Shape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim or self.hidden // self.heads)
 
 
-SHAPES = {
-    "8b": Shape(4096, 32, 32, 8, 14336, 128256, draft_vocab=32000)
-}  # Llama 3.1 8B and its EAGLE-3 head
+# Llama 3.1 8B and its EAGLE-3 head
+SHAPES = {"8b": Shape(4096, 32, 32, 8, 14336, 128256, draft_vocab=32000)}
 
 
 class AttentionShape(NamedTuple):

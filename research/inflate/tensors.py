@@ -12,9 +12,8 @@ from torch import Tensor
 from research.inflate.places import Axis, Heads
 
 CONSTANT = 2.0**-40  # its square is lost beside any mean square that is not
-SILENCE = -(
-    2.0**80
-)  # times the constant, over a root mean square of up to 2 ** 20: still below -2 ** 19
+# times the constant, over a root mean square of up to 2 ** 20: still below -2 ** 19
+SILENCE = -(2.0**80)
 STD = 0.02  # of random weights
 
 

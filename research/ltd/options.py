@@ -196,9 +196,8 @@ class PolicyOptions:
     def shape(self) -> LtdShape:
         from specengine.policies._ltd import LtdShape
 
-        names = {field.name for field in fields(LtdShape)} - {
-            "best_first"
-        }  # logged trees hold no parents
+        # logged trees hold no parents
+        names = {field.name for field in fields(LtdShape)} - {"best_first"}
         return LtdShape(**{name: getattr(self, name) for name in names})
 
     @property

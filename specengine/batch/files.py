@@ -159,9 +159,8 @@ class Files(Stream):
         super().__init__(out, items)
         self.stats = beside(out)
         self._inputs = inputs
-        self._head: list[Record] = json.loads(
-            json.dumps([provenance, settings])
-        )  # as they come back from a file
+        # as they come back from a file
+        self._head: list[Record] = json.loads(json.dumps([provenance, settings]))
 
     def __str__(self) -> str:
         return f"{self.out}, figures in {self.stats}"

@@ -138,12 +138,8 @@ def _seeded(defaults: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 _MEASURED = ("timings", "metrics", "system_fingerprint")
 _TIMES = ("created", "created_at", "completed_at")
-_CLIENTS = (
-    "input",
-    "tools",
-    "metadata",
-    "parameters",
-)  # a client's or a model's own words, as they stand
+# a client's or a model's own words, as they stand
+_CLIENTS = "input", "tools", "metadata", "parameters"
 _DRAWN = re.compile(r"(?:([a-z]+)([-_]))?([0-9a-f]{9}|[0-9a-f]{32})")
 
 

@@ -135,9 +135,8 @@ class Run:
             for way in rotated(self.ways, number + round_):
                 if round_ in answers[way.name] or way not in self.ways:
                     continue
-                _finish(
-                    self.plain.target.device
-                )  # what the way before left to do is not this one's time
+                # what the way before left to do is not this one's time
+                _finish(self.plain.target.device)
                 try:
                     answer = self._decoders[way.name][round_](prompt, self.length)
                 except Exception as error:

@@ -52,15 +52,8 @@ def number(record: Record, name: str, digits: int) -> str:
     return f"{record[name]:.{digits}f}" if name in record else NOTHING
 
 
-SAME = (
-    "commit",
-    "device",
-    "specengine",
-    "torch",
-    "transformers",
-    "python",
-    "backends",
-)  # of the provenance
+# of the provenance
+SAME = "commit", "device", "specengine", "torch", "transformers", "python", "backends"
 
 
 class Log:
@@ -73,9 +66,8 @@ class Log:
 
     def __init__(self, file: Path | None, provenance: Record, settings: Record) -> None:
         self._file = file
-        self.records: list[Record] = json.loads(
-            json.dumps([provenance, settings])
-        )  # as they come back from a file
+        # as they come back from a file
+        self.records: list[Record] = json.loads(json.dumps([provenance, settings]))
         if file is None or _is_empty(file):
             return
         provenance, settings = self.records

@@ -29,11 +29,8 @@ from specengine.models.weights import KIND_OF, Source, Weight, bar_options, upri
 
 T = TypeVar("T")
 Stored = StoredTensor | Stack
-_LANGUAGE = (
-    "model.language_model.",
-    "language_model.model.",
-    "model.text_model.",
-)  # prefixes of its tensors
+# prefixes of its tensors
+_LANGUAGE = "model.language_model.", "language_model.model.", "model.text_model."
 _HEADS = ("lm_head.", "language_model.lm_head.")
 
 

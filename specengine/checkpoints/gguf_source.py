@@ -166,9 +166,8 @@ class GGUFSource(Source):
     def model(self) -> PreTrainedModel:
         model = empty_model(self.config, self.dtype)
         state = {name: self.tensor(name) for name in self.shapes()}
-        model.load_state_dict(
-            state, strict=False, assign=True
-        )  # a tied head has no tensor of its own
+        # a tied head has no tensor of its own
+        model.load_state_dict(state, strict=False, assign=True)
         model.tie_weights()
         model.generation_config = self.generation_config
         model.config.name_or_path = self.name

@@ -72,9 +72,8 @@ class Learnt:
                     raise InputError(
                         f"learn: {folder} holds other files; name a new or an empty folder"
                     )
-                folder.mkdir(
-                    parents=True, exist_ok=True, mode=0o700
-                )  # it will hold what this user wrote
+                # it will hold what this user wrote
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._write({**begun, "head": None})
             record = self.read()
         if record.get("format") != FORMAT or "target" not in record:

@@ -318,9 +318,8 @@ def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str
     neither are the causal masks of old files.
     """
     has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
-    has -= {
-        name.rpartition(".")[0] for name in has if name.endswith(".layers") and "*" not in name
-    }  # values, no layers
+    # values, no layers
+    has -= {name.rpartition(".")[0] for name in has if name.endswith(".layers") and "*" not in name}
     names = set(unexpected)
     for name in names - parts_in(
         names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)

@@ -30,9 +30,8 @@ PROMPTS = (
 def run(arguments: argparse.Namespace) -> int:
     conversations = _conversations(arguments)
     options = given.generation_options(arguments)
-    options.setdefault(
-        "seed", int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-    )  # one for the reference and for all policies
+    # one for the reference and for all policies
+    options.setdefault("seed", int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")))
     plain, speculative = _engines(arguments)
     given.note_idle_options(arguments, plain.stream(conversations[0][0], **options))
     width = max(map(len, ("policy", *speculative)))

@@ -384,12 +384,8 @@ def add_trace(parser: Parser) -> None:
     )
 
 
-KEPT = (
-    "models",
-    "costs",
-    "downloads",
-    "history",
-)  # folders of the cache that can be made again, or missed
+# folders of the cache that can be made again, or missed
+KEPT = "models", "costs", "downloads", "history"
 
 
 def add_list(parser: Parser) -> None:

@@ -46,10 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
     """Return the folder of the head, and the model that it ships for."""
-    names = (
-        models.embedded.HEAD,
-        models.embedded.NAME,
-    )  # of which only the first is a draft's name, too
+    # of which only the first is a draft's name, too
+    names = models.embedded.HEAD, models.embedded.NAME
     shipped = models.embedded.draft_head(models.embedded.NAME) if arguments.head in names else None
     if shipped is not None and not Path(arguments.head).is_dir():
         return shipped, models.embedded.NAME

@@ -106,9 +106,8 @@ class DraftColours:
             colour = DRAFTED if index < cycle.accepted else OWN
             before = self._length
             self._pushed += len(self._texts.push([token]))
-            waits = self._texts.rest.rstrip(
-                "\N{REPLACEMENT CHARACTER}"
-            )  # which may become a character later
+            # which may become a character later
+            waits = self._texts.rest.rstrip("\N{REPLACEMENT CHARACTER}")
             self._length = max(before, self._pushed + len(waits))
             self._spans.append((self._length - before, colour))
         return "".join(f"{colour}{text}{RESET}" for text, colour in self._split(piece.text) if text)

@@ -15,9 +15,8 @@ TRUST_DECAY = 0.999  # per cycle
 MIN_TRUST = 0.5  # cycles, below which a number of rows counts as never tried
 FAR_TRUST = 0.75  # cycles that one counts for whose price was far away
 MIN_TRIED = 2.0  # cycles, below which it is tried again
-MAX_RATIO = math.log(
-    2
-)  # log of the seconds of one cycle over the expected ones, as far as it counts
+# log of the seconds of one cycle over the expected ones, as far as it counts
+MAX_RATIO = math.log(2)
 EXPLORED_SHARE = 0.01  # of the time that cycles with untried numbers of rows may lose
 INITIAL_ALLOWANCE = 3.0  # passes of one row that they may lose at first
 MIN_CHARGE = 0.1  # passes of one row that a trial counts for at least
@@ -131,9 +130,8 @@ class Corrections:
         plain = base[1] * math.exp(self._log_factor + offsets[0])
         self._allowance = min(INITIAL_ALLOWANCE, self._allowance + EXPLORED_SHARE * seconds / plain)
         self._trust = trust = [TRUST_DECAY * each for each in self._trust]
-        off = min(
-            math.log(seconds / expected), MAX_RATIO
-        )  # other programs make a cycle longer, and none shorter
+        # other programs make a cycle longer, and none shorter
+        off = min(math.log(seconds / expected), MAX_RATIO)
         is_near = abs(off) < MAX_RATIO
         # only the mean of two knots is observed
         pull = SMOOTHING * 2 * share * (1 - share) * (many - few)

@@ -403,9 +403,8 @@ class RowDraft(CapturedDrafter):
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.device = cache, cache.slab.device
         self.taken, self._used = torch.zeros_like(cache.filled), torch.zeros_like(cache.filled)
-        self._held = torch.zeros(
-            1, dtype=torch.int64, device=self.device
-        )  # a root, and what waits after it
+        # a root, and what waits after it
+        self._held = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._tokens: list[int] = []  # committed, the current root excluded
         self._late: list[int] = []  # of rows between those of the cache and the pending
         self._unread: list[Tensor] = []  # features of these rows, where the draft reads any
@@ -550,9 +549,8 @@ class RowDraft(CapturedDrafter):
             taken.fill_(end)
             return
         places = taken + torch.arange(len(path.ids), device=self.device, dtype=torch.int64)
-        places = places.clamp(
-            max=len(self._held) - 2
-        )  # warm-ups of a capture accept one path several times
+        # warm-ups of a capture accept one path several times
+        places = places.clamp(max=len(self._held) - 2)
         self._held.index_copy_(0, places, tokens)  # the root, then those that the next pass runs
         if buffer is not None and rows is not None:
             buffer.index_copy_(0, places, rows.to(buffer.dtype))
@@ -603,9 +601,8 @@ class RowDraft(CapturedDrafter):
 
     def ended(self, tokens: list[int], drafted: int) -> None:
         """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
-        self.cache.length = min(
-            self.cache.length, drafted, len(tokens)
-        )  # cycles without a pass have run none of them
+        # cycles without a pass have run none of them
+        self.cache.length = min(self.cache.length, drafted, len(tokens))
         self._tokens = tokens[: self.cache.length]
         self.taken.zero_()
 

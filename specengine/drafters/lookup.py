@@ -268,9 +268,8 @@ class _Parent:
     context: list[int]
     score: float  # path log-probability
     taken: set[int] = field(default_factory=set)
-    proposals: list[tuple[float, int, int]] = field(
-        default_factory=list
-    )  # probability, token and mark
+    # probability, token and mark
+    proposals: list[tuple[float, int, int]] = field(default_factory=list)
 
 
 class Copies:

@@ -75,9 +75,8 @@ class Recycling(Recycler):
             token: column
             for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))
         }
-        shares = np.zeros(
-            (len(rows), max(1, len(columns))), np.float32
-        )  # small arrays fill faster than tensors
+        # small arrays fill faster than tensors
+        shares = np.zeros((len(rows), max(1, len(columns))), np.float32)
         for values, row in zip(shares, rows, strict=True):
             values[[columns[token] for token in row]] = list(row.values())
         token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)

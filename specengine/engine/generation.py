@@ -105,9 +105,8 @@ def begin(
         if drivers.captured is None or engine.target.captured:
             return (yield from _begin(engine, drivers, request)), drivers.captured
     except CaptureError as error:
-        run_eagerly(
-            engine, error
-        )  # and begin again below, as the error holds memory of the capture
+        # and begin again below, as the error holds memory of the capture
+        run_eagerly(engine, error)
     return (
         yield from _begin(
             engine,

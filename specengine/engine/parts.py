@@ -199,9 +199,8 @@ class EngineState:
             )
         )
         self._busy = threading.Lock()
-        self.answers = weakref.WeakSet[
-            Any
-        ]()  # generators under way, which end where the engine is closed
+        # generators under way, which end where the engine is closed
+        self.answers = weakref.WeakSet[Any]()
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -95,9 +95,8 @@ class SteppedAnswer(Iterator[Cycle]):
         self, scheduler: Scheduler, steps: Generator[Any, Any, None], ticket: Ticket
     ) -> None:
         self.ticket = ticket
-        self.ready = deque[
-            tuple[Cycle, bool]
-        ]()  # cycles that nobody has taken yet, and whether each is the last
+        # cycles that nobody has taken yet, and whether each is the last
+        self.ready = deque[tuple[Cycle, bool]]()
         self.is_over = False  # whether the cycle that was taken is the last
         self.need: Lane | RowBatch | None = None  # what it wants to be run; None: it waits
         self.is_ended = False
@@ -184,9 +183,8 @@ class SharedPace:
 
     def __init__(self) -> None:
         self.rests = False  # whether texts beside others decode plainly
-        self.price: Callable[[int], float] = lambda texts: (
-            0.0
-        )  # of a step in which each drafts a token, over a plain one
+        # of a step in which each drafts a token, over a plain one
+        self.price: Callable[[int], float] = lambda texts: 0.0
         self._mixed = 0  # steps in a row that ran rows of prompts too
         self._ended = -math.inf  # when the last step did
         # texts as a power of two, and steps since that, or the way, has changed

@@ -92,9 +92,8 @@ class AssistantHead(DraftHead):
         self._target, self._keeper = target.lm, target
         text, device = net.text_config, target.lm.device
         self.dtype, self._window = target.dtype, int(text.sliding_window)
-        self._scale = torch.tensor(
-            net.outer**0.5, dtype=self.dtype, device=device
-        )  # of Gemma's embeddings
+        # of Gemma's embeddings
+        self._scale = torch.tensor(net.outer**0.5, dtype=self.dtype, device=device)
         self.cache = KVCache(CacheLayout(((1, 1, 1),), self.dtype, device), 1)
         require_sizes(
             (net.outer, int(target.lm.config.hidden_size)),

@@ -102,9 +102,8 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     if text is config:
         return config
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = bool(
-        getattr(config, "tie_word_embeddings", False)
-    )  # which the whole model decides
+    # which the whole model decides
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     for field in ("_name_or_path", "auto_map", "quantization_config"):
         if getattr(config, field, None):
             setattr(text, field, getattr(config, field))

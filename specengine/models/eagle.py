@@ -37,12 +37,8 @@ class RotatingAttend(ABC):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
-ROPE_TYPES = (
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-)  # those whose frequencies do not change with the length
+# those whose frequencies do not change with the length
+ROPE_TYPES = "default", "linear", "llama3", "yarn"
 DEFAULT_THETA = 10000.0
 # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
 MAX_APPENDED = 1024

@@ -14,10 +14,8 @@ from specengine.errors import BackendError, require
 
 INTERFACE = 20  # as in csrc/cpu_binding.cpp
 VARIABLE = "SPECENGINE_CPU"
-WITH_PAIRS = (
-    "amx",
-    "avx512bf16",
-)  # these multiply bfloat16; for float32 weights the plain vectors serve
+# these multiply bfloat16; for float32 weights the plain vectors serve
+WITH_PAIRS = "amx", "avx512bf16"
 INTEGER = "int_"  # of kinds that are multiplied as integers; the rest of the name is a file's kind
 _ALSO_THERE = {  # sets of the same CPUs, the fastest first: one has products of floats, or of integers, alone
     "amx": ("avx512vnni", "avx512"),
@@ -137,9 +135,8 @@ def is_plain(tensor: Tensor) -> bool:
     return exact and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
-team: ContextVar[int | None] = ContextVar(
-    "team", default=None
-)  # threads of a forward inside `one_torch_thread`
+# threads of a forward inside `one_torch_thread`
+team: ContextVar[int | None] = ContextVar("team", default=None)
 
 
 def thread_count() -> int:

@@ -29,12 +29,8 @@ from specengine.ops import Rotation
 
 DEVICES: tuple[str, ...] = ("cuda",)
 OPS = ("add_rms_norm", "rope_store", "silu_mul")
-FAMILIES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-}  # by transformers' model type
+# by transformers' model type
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 ACTIVATIONS = (type(ACT2FN["silu"]), nn.SiLU)
 # How far a layer may be from its modules: a share of what it changes, and the rounding of each number
 SHARES = {

@@ -239,9 +239,8 @@ class Rows:
     live: Tensor
     paths: Paths | None = None
     places: Tensor | None = field(default=None, init=False, repr=False)
-    near: dict[int, Any] = field(
-        default_factory=dict, init=False, repr=False
-    )  # masks by window, see attention.py
+    # masks by window, see attention.py
+    near: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
     _seen: Tensor | None = field(default=None, init=False, repr=False)
     _mask: Any = field(default=None, init=False, repr=False)
 

@@ -252,9 +252,8 @@ class _Reading:
         return facts
 
     def _weight(self, module: str, name: str, weight: Tensor) -> Any:
-        owner = self._owners.setdefault(
-            id(weight), f"{module}.{name}"
-        )  # tells tied weights from equal ones
+        # tells tied weights from equal ones
+        owner = self._owners.setdefault(id(weight), f"{module}.{name}")
         return (
             name,
             owner,

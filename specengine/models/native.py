@@ -351,9 +351,8 @@ class NativeLM:
         Returns the logits of all that want them, float32 [rows, vocabulary], of which theirs are views.
         """
         began = time.perf_counter()
-        batch = sorted(
-            batch, key=lambda rows: rows.logits is not None
-        )  # logits are those of the last rows
+        # logits are those of the last rows
+        batch = sorted(batch, key=lambda rows: rows.logits is not None)
         tokens = torch.cat([rows.tokens for rows in batch])
         features = max((rows.features for rows in batch), key=len)
         rated = sum(len(rows.logits) for rows in batch if rows.logits is not None)

@@ -372,9 +372,8 @@ class OwnCacheTarget(HuggingFaceTarget):
         super().__init__(model, pack=pack, merge=merge, reason=reason)
         self.cause = cause
         self._paths: TreePaths | None = None
-        self._waiting: list[
-            int
-        ] = []  # of the prompt, run with the first token to verify, as `generate` does
+        # of the prompt, run with the first token to verify, as `generate` does
+        self._waiting: list[int] = []
 
     @property
     def trees(self) -> bool:

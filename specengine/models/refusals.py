@@ -220,9 +220,8 @@ _WITHOUT_EFFECT = {
 def refuse_loaded(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
     family = families.known().get(model.config.model_type)
-    (refuse_others if family is not None and family.kinds else refuse_unsupported)(
-        model
-    )  # its states take trees here
+    # its states take trees here
+    (refuse_others if family is not None and family.kinds else refuse_unsupported)(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if not is_plain(tensor):
             kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"

@@ -24,9 +24,8 @@ from specengine.errors import InputError, RankError, UnsupportedModelError
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 
-FOREVER = timedelta(
-    days=365
-)  # between two commands; a rank that dies closes its connections at once
+# between two commands; a rank that dies closes its connections at once
+FOREVER = timedelta(days=365)
 WHOLE = "replicate"  # transformers' name of not splitting
 
 
@@ -110,9 +109,8 @@ class ShardedLM(CausalLM):
     def __init__(
         self, model: PreTrainedModel, *, pack: bool | None = None, merge: bool = False
     ) -> None:
-        super().__init__(
-            model, pack=False, merge=True
-        )  # each rank holds a part of the weights alone
+        # each rank holds a part of the weights alone
+        super().__init__(model, pack=False, merge=True)
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
         self._tables = [_whole(table) for table in tables]  # by all ranks at once

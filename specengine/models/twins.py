@@ -71,9 +71,8 @@ def evaluating(model: PreTrainedModel) -> PreTrainedModel:
         submodule.training = False
         for name, value in list(vars(submodule).items()):
             if isinstance(value, PretrainedConfig):
-                submodule.__dict__[name] = copy.deepcopy(
-                    value, configs
-                )  # the same copy wherever it is the same config
+                # the same copy wherever it is the same config
+                submodule.__dict__[name] = copy.deepcopy(value, configs)
                 submodule.__dict__[name].return_dict = True  # results are read by name
     return evaluated
 
@@ -97,9 +96,8 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _like(module: nn.Module) -> nn.Module:
-    module_copy: nn.Module = object.__new__(
-        type(module)
-    )  # copy.copy refuses modules with parametrizations
+    # copy.copy refuses modules with parametrizations
+    module_copy: nn.Module = object.__new__(type(module))
     module_copy.__dict__.update(module.__dict__)
     for table in _OWN_TABLES:
         if table in module_copy.__dict__:
@@ -111,9 +109,8 @@ def _like(module: nn.Module) -> nn.Module:
 def _rebind(module_copy: nn.Module, copies: dict[int, nn.Module]) -> None:
     """Have methods that stand on the module itself (a replaced forward, accelerate's) be those of the twin."""
     for name, value in list(vars(module_copy).items()):
-        original = getattr(
-            value, "_torchdynamo_orig_callable", value
-        )  # compiled, it would run the model itself
+        # compiled, it would run the model itself
+        original = getattr(value, "_torchdynamo_orig_callable", value)
         if isinstance(original, MethodType) and id(original.__self__) in copies:
             module_copy.__dict__[name] = MethodType(
                 original.__func__, copies[id(original.__self__)]

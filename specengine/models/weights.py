@@ -51,20 +51,12 @@ _LOOKED_UP = (  # of which a forward reads the rows of tokens; the first is mult
     "model.own_embedding.weight",
 )
 KIND_OF = {torch.bfloat16: "bf16", torch.float32: "f32"}
-_UNROUNDED = (
-    ".router.weight",
-    ".shared.gate.weight",
-)  # matrices that are few numbers, on which much hangs
+# matrices that are few numbers, on which much hangs
+_UNROUNDED = ".router.weight", ".shared.gate.weight"
 # read at a time, a multiple of 16: a large tensor's second copy never stands in memory
 PACKED_ROWS = 1024
-_NUMBERS = (
-    "scores",
-    "embedding",
-    "residual",
-    "divisor",
-    "cap",
-    "own",
-)  # of factors, as csrc/cpu_binding.cpp has them
+# of factors, as csrc/cpu_binding.cpp has them
+_NUMBERS = "scores", "embedding", "residual", "divisor", "cap", "own"
 
 
 class Weight(NamedTuple):

@@ -83,9 +83,8 @@ def side_by_side(
             _called(names, arguments)
 
     if device.type == "cuda":
-        torch.cuda.synchronize(
-            device
-        )  # threads have a stream of their own, and the inputs come from this one's
+        # threads have a stream of their own, and the inputs come from this one's
+        torch.cuda.synchronize(device)
     for job in jobs[:1]:
         one(job)  # loads the driver
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
@@ -221,9 +220,8 @@ def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Ten
 def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
     words = _tree(device, 5)[5]
     prefix, live, seen = _count(device, 60), _count(device, 4), _count(device, 5)
-    return [
-        (*_rows(device), words, prefix, live, seen, SIZE**-0.5)
-    ]  # in half precision as `attention_of` has it
+    # in half precision as `attention_of` has it
+    return [(*_rows(device), words, prefix, live, seen, SIZE**-0.5)]
 
 
 def attention_of(heads: Heads, device: torch.device) -> Inputs:

@@ -153,9 +153,8 @@ def cached_attention(
     mask = mask.masked_fill_(~((node < 0) | named) | ~inside | padding[:, None], -math.inf).repeat(
         groups, 1
     )
-    key, value = (
-        cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value)
-    )  # there may be NaN
+    # there may be NaN
+    key, value = (cache.masked_fill(~inside[:, None], 0.0) for cache in (key, value))
     return tree_attention(query, key, value, mask, scale).masked_fill(padding[:, None], 0.0)
 
 

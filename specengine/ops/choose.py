@@ -113,9 +113,8 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
     scores = logits.float().masked_fill(~torch.isfinite(logits), -math.inf)
     ordered, columns = defined(scores / temperature).sort(dim=1, descending=True, stable=True)
     inside = ordered >= ordered.index_select(1, top_k.clamp(1, ordered.shape[1]) - 1)
-    chances = (
-        ordered - ordered[:, :1]
-    ).exp()  # of the likeliest one's; NaN where no score is finite
+    # of the likeliest one's; NaN where no score is finite
+    chances = (ordered - ordered[:, :1]).exp()
     weights = (chances.masked_fill(~inside, 0.0).nan_to_num(nan=0.0) * WHOLE).long()
     sums, share = weights.cumsum(1), (top_p * (1 << PART)).long()
     total = sums[:, -1:]

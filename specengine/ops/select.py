@@ -51,9 +51,8 @@ def top_children(logits: Tensor, k: int, normalized: bool = False) -> tuple[Tens
     best = values.gather(1, columns)
     if normalized:
         return best, columns
-    peak = best[:, :1].clamp(
-        min=torch.finfo(torch.float32).min
-    )  # finite also in rows of -inf alone
+    # finite also in rows of -inf alone
+    peak = best[:, :1].clamp(min=torch.finfo(torch.float32).min)
     return (best - peak) - (values - peak).exp().sum(1, keepdim=True).log().clamp(min=0.0), columns
 
 

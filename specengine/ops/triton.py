@@ -191,9 +191,8 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
     behind = slots - prefix
     bits = pad(mask[:, prefix:], (0, max(WORD_BITS, -(-behind // WORD_BITS) * WORD_BITS) - behind))
     shifts = torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
-    words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(
-        -1
-    )  # bits are distinct, so the sum is their union
+    # bits are distinct, so the sum is their union
+    words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(-1)
     return Words(words[None], _lengths(prefix, rows, behind, mask.device), mask)
 
 

@@ -461,9 +461,8 @@ def next_pass(
     ends, drawings = [], []
     for _ in range(rounds):
         chances = torch.where(played.waiting, played.chances, -1.0)
-        order = chances.sort(dim=1, descending=True, stable=True).indices[
-            :, :most
-        ]  # the first of equals first
+        # the first of equals first
+        order = chances.sort(dim=1, descending=True, stable=True).indices[:, :most]
         place = torch.arange(order.shape[1], device=paths.device, dtype=torch.int64)
         drawn = played.waiting.gather(1, order) & (place < widths)
         drawings.append((order, drawn))

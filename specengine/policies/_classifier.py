@@ -30,10 +30,8 @@ FOLDER = Path(__file__).parent / "classifiers" / "smollm2-135m-instruct"
 TOP_PROBS = 10
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN: dict[str, Any] = {
-    "dtype": torch.float32,
-    "device": "cpu",
-}  # whatever the process has as its defaults
+# whatever the process has as its defaults
+_PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 N = TypeVar("N", bound=nn.Module)
 
 

@@ -27,10 +27,8 @@ FORMAT = 1
 # what ships, and for which target
 FOLDER = Path(__file__).parent / "networks" / "smollm2-135m-instruct"
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}
-REPEATS = {
-    "depth": 14,
-    "size": 29,
-}  # of the context's length and of the number of expansions in an observation
+# of the context's length and of the number of expansions in an observation
+REPEATS = {"depth": 14, "size": 29}
 FACTS = {"length": 1000.0, "depth": 10.0}  # in an observation, in this order, and their units
 STOP, GO_ON = 0, 1
 
@@ -241,10 +239,8 @@ def load(networks: str) -> Trained:
 
 # ---------------------------------------------------------------------------------------------------- released files
 
-RELEASED_SIZES = {
-    24: tuple(range(10, 241, 10)),
-    12: tuple(range(20, 241, 20)),
-}  # the code's actions, the paper's
+# the code's actions, the paper's
+RELEASED_SIZES = {24: tuple(range(10, 241, 10)), 12: tuple(range(20, 241, 20))}
 LAYERS = "mlp_extractor.policy_net."
 CRITIC = ("mlp_extractor.value_net.", "value_net.")
 

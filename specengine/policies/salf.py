@@ -77,9 +77,8 @@ class Salf(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         queues = self._queues[tree.device]
-        bound = ops.where(
-            ops.number(tree.passes) == 1, -math.inf, queues.bound
-        )  # those of the tree before are still there
+        # those of the tree before are still there
+        bound = ops.where(ops.number(tree.passes) == 1, -math.inf, queues.bound)
         candidates = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         drawn = ops.step_queues(
             queues,

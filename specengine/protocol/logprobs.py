@@ -106,9 +106,8 @@ class TextLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
     def _place(self, token: int) -> int:
-        place = self._offset + len(
-            self._stream.rest.rstrip(REPLACEMENT)
-        )  # what may become a character later
+        # what may become a character later
+        place = self._offset + len(self._stream.rest.rstrip(REPLACEMENT))
         self._offset += len(self._stream.push([token]))
         return place
 

@@ -40,9 +40,8 @@ class ToolCall:
 
     name: str
     arguments: str
-    id: str = field(
-        default_factory=lambda: uuid.uuid4().hex[:9]
-    )  # as long as Mistral's templates take
+    # as long as Mistral's templates take
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
     whole: bool = True
 
     @property

@@ -77,9 +77,8 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "assistant_model": (None, f"{_LOADED}, as draft="),
     **dict.fromkeys(_OUTPUTS, (False, "leave it out")),
 }
-_REMEDIES = {
-    "watermarking_config": "leave it out, in the model's generation config too"
-}  # no value is neutral
+# no value is neutral
+_REMEDIES = {"watermarking_config": "leave it out, in the model's generation config too"}
 MIN_TOP_P = 1e-30  # of which the likeliest token is left, as of transformers' 0
 _NEVER_EMPTY = ("num_beams", "num_return_sequences", "encoder_repetition_penalty", "guidance_scale")
 _WITH_EFFECT_IN_CALLS = {"max_length", "cache_implementation"}

@@ -35,9 +35,8 @@ LIMITS = {"max_grammar_size": 100_000, "verbose_errors": False}
 MAX_SECONDS = 3.0  # of reading a schema or a grammar
 _LARGE = 1 << 14  # characters that take more than a few milliseconds to read
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-_INTERNAL = re.compile(
-    r"<(non-verbose|backtrace|state)>?.*", re.DOTALL
-)  # of the library's messages
+# of the library's messages
+_INTERNAL = re.compile(r"<(non-verbose|backtrace|state)>?.*", re.DOTALL)
 _setting_stack = threading.Lock()
 
 log = logging.getLogger(__name__)

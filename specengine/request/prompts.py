@@ -20,9 +20,8 @@ _ROLE = re.compile(r"[\w-]+")
 _AS_TEXT = {"split_special_tokens": True}
 _ENDED = {"add_generation_prompt": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
-_PRIVATE = [
-    chr(code) for code in range(0xE000, 0xE100)
-]  # of Unicode, for private use: hardly ever in a text
+# of Unicode, for private use: hardly ever in a text
+_PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]
 ACCEPTED = "accepted a string, a list of chat messages (role, content) or a list of token ids"
 
 Ids = Sequence[int] | torch.Tensor | np.ndarray[Any, Any]

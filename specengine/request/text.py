@@ -16,11 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 UNKNOWN_LOOKBACK = 32  # characters, for decoders whose rules cannot be read
 CLEAN_UP_LOOKBACK = 16  # characters: " n ' t" becomes "n't", and the blank before it goes
-ENDS = (
-    KeyboardInterrupt,
-    SystemExit,
-    GeneratorExit,
-)  # a panic of the `tokenizers` library is no Exception either
+# a panic of the `tokenizers` library is no Exception either
+ENDS = KeyboardInterrupt, SystemExit, GeneratorExit
 CLEAN_UP = "clean_up_tokenization_spaces"
 FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 APPENDING = (
@@ -296,9 +293,8 @@ class TextStream:
         self.decode = decode
         self._lookback: int = getattr(decode, "lookback", 0)
         self._is_byte: Callable[[int], bool] = getattr(decode, "is_byte", lambda token: False)
-        self._tokens: list[
-            int
-        ] = []  # settled ones as context, since spaces depend on it, then those not settled
+        # settled ones as context, since spaces depend on it, then those not settled
+        self._tokens: list[int] = []
         self._end = 0  # of the settled ones
         self._sent = ""  # of the text of all these, the part that was returned
         self._writes: dict[int, bool] = {}

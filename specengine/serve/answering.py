@@ -25,9 +25,8 @@ from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker, 
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-_READ_AT_ONCE = anyio.CapacityLimiter(
-    256
-)  # schemas and grammars: each waits for a process, some for seconds
+# schemas and grammars: each waits for a process, some for seconds
+_READ_AT_ONCE = anyio.CapacityLimiter(256)
 PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
 

@@ -124,9 +124,8 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
         require_ready(worker.state)
         return json_response({"status": "ok", "parallel": worker.jobs.parallel})
 
-    app.add_api_route(
-        "/openapi.json", lambda: app.openapi(), include_in_schema=False
-    )  # in a thread
+    # in a thread
+    app.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)
     for path in HEALTH[2:]:
         app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 

@@ -25,11 +25,8 @@ WITHOUT_KEY = {*FILES}.union(HEALTH, ALIVE)
 JSON = "application/json"
 _ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
-_WITHOUT_VERSION = (
-    "/chat/completions",
-    "/responses",
-    "/models",
-)  # as clients of llama.cpp's server write them
+# as clients of llama.cpp's server write them
+_WITHOUT_VERSION = "/chat/completions", "/responses", "/models"
 
 
 class PlainPaths:

@@ -231,9 +231,8 @@ class Server(uvicorn.Server):
         while not self.worker.jobs.idle and time.monotonic() < end:
             await asyncio.sleep(0.02)
         self.worker.jobs.abandon()
-        self.config.timeout_graceful_shutdown = max(
-            round(end - time.monotonic()), 1
-        )  # to be read by their clients
+        # to be read by their clients
+        self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)
         await super().shutdown(sockets)
 
 

@@ -61,9 +61,8 @@ def cycle_lines(cycle: TracedCycle, *, pruned: bool = False) -> Iterator[str]:
         f"{len(cycle.accepted) - 1} accepted; committed {cycle.text!r}"
     )
     yield f"{'edge':>6}{'path':>9}"
-    stack = [
-        (0, "", "")
-    ]  # node, its branch, prefix of its children; no recursion, because a chain can be long
+    # node, its branch, prefix of its children; no recursion, because a chain can be long
+    stack = [(0, "", "")]
     while stack:
         node, branch, before = stack.pop()
         if node < 0:

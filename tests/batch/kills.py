@@ -38,9 +38,8 @@ def started(prompts: Path, out: Path, more: tuple[str, ...]) -> BaseProcess:
 
 
 def _run(prompts: Path, out: Path, more: tuple[str, ...]) -> None:
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # which a shell lets what runs in the background ignore
+    # which a shell lets what runs in the background ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(["batch", str(prompts), "--out", str(out), *more]))
 
 

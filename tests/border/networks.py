@@ -201,15 +201,8 @@ def forward_of_uneven(m: Memory) -> Arguments:
     return arguments
 
 
-DELTA = [
-    96,
-    4,
-    1,
-    1,
-    32,
-    32,
-    0,
-]  # channels and taps of a convolution, heads of keys and values, sizes of both, norms
+# channels and taps of a convolution, heads of keys and values, sizes of both, norms
+DELTA = [96, 4, 1, 1, 32, 32, 0]
 
 
 def hybrid(cpu: Any, recurrence: list[int] = DELTA, **changes: tuple[int, ...]) -> Any:

@@ -67,9 +67,8 @@ def write(
     for name, tensor in model.named_parameters():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored and stored != without:
-            writer.add_tensor(
-                stored, (tensor + name.endswith("norm.weight")).detach().numpy()
-            )  # files have 1 + w
+            # files have 1 + w
+            writer.add_tensor(stored, (tensor + name.endswith("norm.weight")).detach().numpy())
     return model.eval(), finish(writer, path)
 
 

@@ -51,9 +51,8 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
 
 
 def test_a_long_vocabulary_spans_several_pieces(tmp_path: Path) -> None:
-    words = [
-        f"{number:04d}" * (number % 40) for number in range(60_000)
-    ]  # 4.7 MB; pieces are of 1, 1 and 2 MB
+    # 4.7 MB; pieces are of 1, 1 and 2 MB
+    words = [f"{number:04d}" * (number % 40) for number in range(60_000)]
     entries = [
         files.entry(
             "words", 9, struct.pack("<IQ", 8, len(words)) + b"".join(map(files.text, words))

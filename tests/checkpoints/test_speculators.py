@@ -22,10 +22,8 @@ from specengine.models.eagle import causal, head_from
 from tests.toy import CPU, VOCABULARY, head_config, random_state, tiny
 
 LAYERS, ROWS = 6, 9
-NEAR = {
-    "rtol": 1e-4,
-    "atol": 1e-4,
-}  # its positions begin with 1, which rounds the rotations otherwise
+# its positions begin with 1, which rounds the rotations otherwise
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True},

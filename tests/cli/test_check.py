@@ -58,13 +58,8 @@ def test_check_reports_a_mismatch(
     folder: str, capsys: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cycle, "walk", accept_blindly)
-    drafting = [
-        *CHECK,
-        folder,
-        PROMPT,
-        "--policy",
-        "eagle",
-    ]  # auto drafts where measured costs are such that it pays
+    # auto drafts where measured costs are such that it pays
+    drafting = [*CHECK, folder, PROMPT, "--policy", "eagle"]
     out_file = tmp_path / "report.json"
     assert main([*drafting, "--json", "--out", str(out_file)]) == 1
     out, err = capsys.readouterr()

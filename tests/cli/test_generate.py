@@ -108,9 +108,8 @@ def test_ctrl_c_in_a_stream_leaves_a_whole_line_and_the_figures(
 def test_generate_passes_every_option(
     folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "specengine.costs.MAX_LOAD", 1.0
-    )  # a busy machine would have a note of its own
+    # a busy machine would have a note of its own
+    monkeypatch.setattr("specengine.costs.MAX_LOAD", 1.0)
     monkeypatch.setattr("specengine.costs.MAX_SPREAD", math.inf)
     options = {
         "max_new_tokens": 20,

@@ -8,9 +8,8 @@ import pytest
 
 from tests.clients.conftest import KEY
 
-os.environ.setdefault(
-    "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-)  # else importing it asks the network for prices
+# else importing it asks the network for prices
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]

@@ -32,12 +32,8 @@ from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
 
 VOCABULARY, DRAFT_VOCABULARY = 60, 40
 TREE = ("tokens", "parents", "depths", "log_probs", "path_log_probs", "ancestors")
-SHAPES = [
-    (64, 8, 2, 12),
-    (5, 3, 1, 4),
-    (20, 1, 3, 6),
-    (100, 16, 2, 3),
-]  # budget, width, rounds, passes
+# budget, width, rounds, passes
+SHAPES = [(64, 8, 2, 12), (5, 3, 1, 4), (20, 1, 3, 6), (100, 16, 2, 3)]
 
 
 @pytest.mark.slow

@@ -150,9 +150,8 @@ def test_they_are_the_best_of_all(
     free = draft.free(tree, nodes_of(nodes), most, least)
     every = world.best(tree, nodes, least - 1e-4)
     expected = [entry for entry in every if entry[0] >= least][:most]
-    assume(
-        len(every) <= most or every[most - 1][0] - every[most][0] > 1e-4
-    )  # else either may be the last one
+    # else either may be the last one
+    assume(len(every) <= most or every[most - 1][0] - every[most][0] > 1e-4)
     assume(not any(abs(score - least) < 1e-4 for score, *_ in every))
     if not expected:
         assert free is None

@@ -108,9 +108,8 @@ def test_rows_are_mixed_apart() -> None:
     draft = Lookup(ToyDrafter(Tables(8, seed=1), columns=[0, 1, 2, 3]))
     draft.begin([1, 2, 6, 1, 3, 7, 5])
     tree = path_tree(1, [2])
-    step = draft.step(
-        tree, nodes_of([0, 1])
-    )  # behind (1): 2 and 3 were seen; behind (1, 2): 6, without a column
+    # behind (1): 2 and 3 were seen; behind (1, 2): 6, without a column
+    step = draft.step(tree, nodes_of([0, 1]))
     assert step.token_ids is not None
     assert step.token_ids.tolist() == [0, 1, 2, 3, 6]
     first, second = distribution(step, 0), distribution(step, 1)
@@ -129,9 +128,8 @@ def test_a_row_that_proposes_nothing_is_what_is_copied() -> None:
 
     draft = Lookup(Nothing(Tables(8)))
     draft.begin([1, 2, 6, 1, 2, 7, 5])
-    step = draft.step(
-        path_tree(1, [2, 3]), nodes_of([1, 2])
-    )  # (1, 2) was seen, (2, 3) and (3) were not
+    # (1, 2) was seen, (2, 3) and (3) were not
+    step = draft.step(path_tree(1, [2, 3]), nodes_of([1, 2]))
     assert distribution(step, 0) == pytest.approx(
         {0: 0.0, 6: PRIOR_HITS[1] / 2, 7: PRIOR_HITS[1] / 2}
     )
@@ -166,9 +164,8 @@ def test_where_nothing_matches_the_draft_has_its_say() -> None:
 
     draft = Lookup(Fixed(Tables(8)))
     draft.begin([1, 2, 3])
-    nothing = Step(
-        torch.full((1, 1), -torch.inf), normalized=True
-    )  # what a draft gives that proposes nothing
+    # what a draft gives that proposes nothing
+    nothing = Step(torch.full((1, 1), -torch.inf), normalized=True)
     for given_step in (Step(torch.zeros(1, 8)), nothing):
         found = draft.root(path_tree(7, []))
         assert found.logits is given_step.logits
@@ -198,9 +195,8 @@ def committed(root: int, tokens: list[int]) -> Cycle:
 def test_it_counts_how_often_a_match_was_right() -> None:
     draft = Lookup(ToyDrafter(Tables(8, seed=1)))
     draft.begin([1, 2, 1, 2, 1, 3])  # behind (1): 2 twice, 3 once
-    draft.accept(
-        committed(root=1, tokens=[2, 5])
-    )  # behind (3) nothing was seen; (1) is right by 2 of 3
+    # behind (3) nothing was seen; (1) is right by 2 of 3
+    draft.accept(committed(root=1, tokens=[2, 5]))
     weight = (PRIOR_WEIGHT * PRIOR_HITS[0] + 2 / 3) / (PRIOR_WEIGHT + 1)
     found = distribution(draft.step(path_tree(5, [3]), nodes_of([1])))  # behind (3): 1
     own = distribution(ToyDrafterAt(draft).step())

@@ -55,10 +55,8 @@ class Watched(Lookup):
         return plan is not None and 0 in plan[1]
 
 
-LENDING = (
-    "ddtree",
-    "caddtree",
-)  # below a node that was not drafted from, they take another node's distribution
+# below a node that was not drafted from, they take another node's distribution
+LENDING = "ddtree", "caddtree"
 
 
 @examples(60)
@@ -139,9 +137,8 @@ def test_what_a_grammar_forces() -> None:
         assert sum(cycle.drafted for cycle in cycles) > 0
         for cycle in cycles:
             assert cycle.grown is not None
-            likely = cycle.grown.log_probs.exp().tolist()[
-                1:
-            ]  # a row of one token is filled up with impossible ones
+            # a row of one token is filled up with impossible ones
+            likely = cycle.grown.log_probs.exp().tolist()[1:]
             origins = (cycle.origins or [])[1:]
             assert all(name == "forced" for name, p in zip(origins, likely, strict=True) if p > 0)
 

@@ -226,9 +226,8 @@ def test_an_unchanged_model_keeps_its_caches_and_its_packed_weights(backend: str
     engine = fresh(model, backend)
     answer(engine)
     target, version = engine.target, engine.target.lm.version
-    model.generate(
-        torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False, pad_token_id=0
-    )  # used by others
+    # used by others
+    model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False, pad_token_id=0)
     model(torch.tensor([PROMPT]), output_hidden_states=True)
     model.train()
     answer(engine)

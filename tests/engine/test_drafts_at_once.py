@@ -51,9 +51,8 @@ from tests.toy import (
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 
 CPU = torch.device("cpu")
-SHARED = [
-    (11 * i * i + 5 * i + 3) % 250 for i in range(70)
-]  # of all prompts, so that caches are copied
+# of all prompts, so that caches are copied
+SHARED = [(11 * i * i + 5 * i + 3) % 250 for i in range(70)]
 PROMPTS = [[*SHARED, 200 + number, *SHARED[number : 3 * number]] for number in range(4)]
 Made = Callable[[Path, pytest.MonkeyPatch], Engine]
 
@@ -191,13 +190,8 @@ def test_every_class_of_drafts_and_heads_stands_here(tmp_path: Path) -> None:
             one
         ):  # other tests make drafters of their own
             known.add(one)
-    known -= {
-        drafters.Wrapped,
-        Coupled,
-        Guided,
-        Origins,
-        Inspected,
-    }  # made around a draft for one answer, see WAYS
+    # made around a draft for one answer, see WAYS
+    known -= {drafters.Wrapped, Coupled, Guided, Origins, Inspected}
     seen = set[type]()
     for number, made in enumerate(KINDS.values()):
         with pytest.MonkeyPatch.context() as patch:

@@ -255,10 +255,8 @@ def test_texts_of_a_hybrid_model_share_forwards(family: str, policy: str) -> Non
     lm = native_lm(tiny(family))
     draft = Recycling() if policy == "eagle" else None
     engine = Engine(NativeTarget(lm), draft, policy_for("eagle") if draft else None)
-    asked = [
-        *prompts(5),
-        [(7 * i + 3) % VOCABULARY for i in range(150)],
-    ]  # the last one is taken in by pieces
+    # the last one is taken in by pieces
+    asked = [*prompts(5), [(7 * i + 3) % VOCABULARY for i in range(150)]]
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "logprobs": 1}
     alone = [engine.generate(prompt, **options) for prompt in asked]
     pool = Pool(engine, 3)
@@ -376,9 +374,8 @@ def test_an_error_in_a_shared_pass_is_raised_by_all_of_its_texts(
         NativeHead, "run_lanes", lambda self, lanes: (_ for _ in ()).throw(MemoryError("none left"))
     )
     with pytest.raises(MemoryError, match="none left"):
-        pool.generate(
-            prompts(9), max_new_tokens=60, eos_token_id=[]
-        )  # some of them are drafted for at the same time
+        # some of them are drafted for at the same time
+        pool.generate(prompts(9), max_new_tokens=60, eos_token_id=[])
     monkeypatch.undo()
     assert len(pool.generate(prompts(3), max_new_tokens=4, eos_token_id=[])) == 3
 

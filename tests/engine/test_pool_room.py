@@ -128,9 +128,8 @@ def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> Non
     assert eager.policy is not None
     drafted = draft.bytes_of(200 + eager.policy.capacity + eager.unread)
     both = target.cache.bytes_of(200 + eager.budget) + drafted
-    pool = Pool(
-        engine, 3, memory=3 * both - drafted // 2
-    )  # for two of three; for three without the drafts
+    # for two of three; for three without the drafts
+    pool = Pool(engine, 3, memory=3 * both - drafted // 2)
     at_once: list[int] = []
     make_room = pool._make_room
 

@@ -95,9 +95,8 @@ def lives(place: Any, pick: random.Random) -> tuple[Any, Callable[[], Outcome]]:
 
 
 def _act(pick: random.Random, draft: str) -> dict[str, Any]:
-    name = pick.choice(
-        [act for act in ACTS if draft != "mtp" or act != "session"]
-    )  # whose vocabulary is smaller
+    # whose vocabulary is smaller
+    name = pick.choice([act for act in ACTS if draft != "mtp" or act != "session"])
     vocabulary = SMALL_VOCABULARY if draft == "mtp" else VOCABULARY
     prompts = [
         _prompt(pick, vocabulary) for _ in range(pick.randint(2, 4) if name == "many" else 1)
@@ -145,9 +144,8 @@ def _act(pick: random.Random, draft: str) -> dict[str, Any]:
 
 def _prompt(pick: random.Random, vocabulary: int) -> list[int]:
     length = pick.choice((1, 2, 5, 17, 40, 70))
-    stem = [
-        random.Random(length).randrange(vocabulary) for _ in range(length)
-    ]  # prompts begin alike
+    # prompts begin alike
+    stem = [random.Random(length).randrange(vocabulary) for _ in range(length)]
     return stem[: length // 2] + [pick.randrange(vocabulary) for _ in range(length - length // 2)]
 
 

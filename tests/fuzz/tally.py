@@ -31,9 +31,8 @@ class Tally:
         default_factory=lambda: {name: Counter() for name in (*COUNTED, "act")}
     )
     findings: list[dict[str, str]] = field(default_factory=list)
-    mended: list[dict[str, str]] = field(
-        default_factory=list
-    )  # found by an earlier run, not by a later one
+    # found by an earlier run, not by a later one
+    mended: list[dict[str, str]] = field(default_factory=list)
 
     @classmethod
     def read(cls, file: Path, seed: int, arguments: list[str]) -> Tally:

@@ -27,18 +27,10 @@ from tests.ops.backends import choose
 PROMPT = [*range(40, 56), *range(40, 50)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTS = ("small_model", "eagle3", "eagle1", "ngram", "recycling")
-WAITS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "unique",
-    "masked_select",
-    "item",
-)  # the host would wait for the device
-SENT = (
-    "scalar_tensor",
-    "lift_fresh",
-    "lift_fresh_copy",
-)  # a number of the host would be copied, which no capture allows
+# the host would wait for the device
+WAITS = "_local_scalar_dense", "nonzero", "unique", "masked_select", "item"
+# a number of the host would be copied, which no capture allows
+SENT = "scalar_tensor", "lift_fresh", "lift_fresh_copy"
 
 
 @cache

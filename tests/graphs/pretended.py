@@ -45,10 +45,8 @@ READS = (
     "bincount",
     "repeat_interleave",
 )
-FUSED = (
-    "scaled_dot_product_attention",
-    "rms_norm",
-)  # a kernel each on a device, several operations here
+# a kernel each on a device, several operations here
+FUSED = "scaled_dot_product_attention", "rms_norm"
 CHOICE = "_fused_sdp_choice"
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
@@ -219,9 +217,8 @@ class Graph:
 
     def is_held(self, address: int) -> bool:
         """Return whether anyone outside holds this memory."""
-        storage = self._own[
-            address
-        ].untyped_storage()  # in Python it counts as well, as does `_own`
+        # in Python it counts as well, as does `_own`
+        storage = self._own[address].untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) > 2 + self.uses[address]
 
     def poison(self) -> None:

@@ -18,9 +18,8 @@ from tests.graphs import pretended
 from tests.ops.backends import choose
 
 PROMPT = [*range(40, 56), *range(40, 50)]
-POLICIES = [
-    name for name in toy.POLICIES if name != "random"
-]  # what that does depends on its own past
+# what that does depends on its own past
+POLICIES = [name for name in toy.POLICIES if name != "random"]
 DRAFTS = ("small_model", "eagle3")
 COUNT = 7
 Way = dict[str, Any]  # options of a generation

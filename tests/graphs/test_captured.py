@@ -41,9 +41,8 @@ WALKS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 5, "typical_p": 0.9},
 ]  # by the host
 FINISHES = {"finish greedy", "finish sampled", "finish truncated"}
-POLICIES = [
-    name for name in toy.POLICIES if name != "random"
-]  # what that does depends on its own past
+# what that does depends on its own past
+POLICIES = [name for name in toy.POLICIES if name != "random"]
 
 
 def captured(draft: str, policy: str | TreePolicy) -> Engine:

@@ -301,9 +301,8 @@ def test_replays_of_fused_layers_equal_the_eager_modules(
 def launches(family: str, kind: torch.dtype, layers: int, *, merge: bool) -> int:
     """Return those of a forward of tree rows; an op counts as one."""
     with pretended.cuda():
-        model = toy.tiny(family, num_hidden_layers=layers, sliding_window=None).to(
-            kind
-        )  # longer than the text
+        # longer than the text
+        model = toy.tiny(family, num_hidden_layers=layers, sliding_window=None).to(kind)
         lm = CausalLM(pretended.moved(model), merge=merge)  # type: ignore[arg-type]
         assert lm.modules == ("fused, merged products" if merge else "fused")
         cache = lm.new_cache(40)

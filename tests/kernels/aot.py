@@ -141,9 +141,8 @@ def facts_of(cubin: bytes) -> dict[str, Any]:
         file.write(cubin)
         file.flush()
         usage = printed("cuobjdump", "-res-usage", file.name)
-        code = printed(
-            "nvdisasm", "--no-dataflow", file.name
-        )  # the data flow would only annotate branches
+        # the data flow would only annotate branches
+        code = printed("nvdisasm", "--no-dataflow", file.name)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return {
         "code": hashlib.sha256(cubin).hexdigest(),

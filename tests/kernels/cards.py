@@ -28,12 +28,8 @@ ROOM = {  # shared bytes that a program can have; sm_86 and sm_89: A10, A40, RTX
     "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,  # MI300
 }
-NODES = (
-    4,
-    8,
-    16,
-    64,
-)  # with four heads in a group: 16, 32, 64 rows and more, one for each of the shipped tiles
+# with four heads in a group: 16, 32, 64 rows and more, one for each of the shipped tiles
+NODES = 4, 8, 16, 64
 ATTENTION: list[list[Any]] = [["attention", nodes, 4, 128, "bfloat16"] for nodes in NODES]
 REST: list[list[Any]] = [
     ["attention", 64, 3, 64, "float16"],
@@ -76,9 +72,8 @@ REST: list[list[Any]] = [
     ["gate", 64, 14336, "bfloat16"],
     ["gate", 64, 1536, "float32"],
 ]
-WIDE = [
-    ["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]
-]  # other tiles; 3.7 spills a little
+# other tiles; 3.7 spills a little
+WIDE = [["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]]
 SHIPPED = ATTENTION + REST + WIDE
 
 Needs = dict[str, list[int]]

@@ -30,11 +30,8 @@ if INTERPRETED:
         fix_the_order()
 
 
-COMPILED_ANYWHERE = (
-    "test_cards.py",
-    "test_compiled.py",
-    "test_programs.py",
-)  # for a device that need not be there
+# for a device that need not be there
+COMPILED_ANYWHERE = "test_cards.py", "test_compiled.py", "test_programs.py"
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

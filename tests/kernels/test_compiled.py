@@ -24,15 +24,8 @@ SINCE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 UNTOUCHED_STACK = 8 if SINCE_3_7 else 0
 # Tiles were chosen with 3.6. In shapes that are not shipped 3.7 moves up to four registers to memory and back
 FEW_SPILLS = 8 if SINCE_3_7 else 0
-SPILLING = [
-    "attention",
-    64,
-    4,
-    128,
-    "bfloat16",
-    1,
-    [128, 64, 4, 2],
-]  # 128 rows of 128 do not fit into 4 warps
+# 128 rows of 128 do not fit into 4 warps
+SPILLING = ["attention", 64, 4, 128, "bfloat16", 1, [128, 64, 4, 2]]
 FULL = {
     **{
         t: [["attention", n, 4, d, t] for n in NODES for d in (64, 80, 96, 256)]

@@ -35,9 +35,8 @@ def check(
     wanted = slab.clone()
     for place, node in enumerate(path):
         wanted[:, :, :, prefix + place] = slab[:, :, :, prefix + node]
-    padded = torch.tensor(
-        [*path, *[2**30] * unused], dtype=index, device=DEVICE
-    )  # what follows the path is not read
+    # what follows the path is not read
+    padded = torch.tensor([*path, *[2**30] * unused], dtype=index, device=DEVICE)
     sizes = (
         torch.tensor([value], dtype=torch.int32, device=DEVICE) for value in (len(path), prefix)
     )

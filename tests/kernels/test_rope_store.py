@@ -57,9 +57,8 @@ def check(
     n: int, live: int, start: int, size: int, groups: int, kind: torch.dtype, seed: int
 ) -> None:
     query = normal(n, 2 * groups, size, seed=seed, kind=kind)
-    both = normal(
-        n, 2, 2, size, seed=seed + 1, kind=kind
-    )  # as one projection gives them: strided heads
+    # as one projection gives them: strided heads
+    both = normal(n, 2, 2, size, seed=seed + 1, kind=kind)
     key, value = both[:, :, 0], both[:, :, 1]
     positions = torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(seed)).to(
         DEVICE

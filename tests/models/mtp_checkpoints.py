@@ -16,11 +16,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, N
 
 from tests.sweep.small import model_of
 
-NEXT_N = (
-    "glm4_moe",
-    "glm4_moe_lite",
-    "deepseek_v3",
-)  # models whose head is one more layer, by type
+# models whose head is one more layer, by type
+NEXT_N = "glm4_moe", "glm4_moe_lite", "deepseek_v3"
 QWEN = ("qwen3_next", "qwen3_5_text")  # models whose head is stored as mtp.*
 NEMOTRON = "nemotron_h"  # has a head of blocks with numbers of their own
 

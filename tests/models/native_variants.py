@@ -369,9 +369,8 @@ def own_logits(model: PreTrainedModel, prompt: list[int], tree: TokenTree) -> Te
     """The same by the model's own forward over each node's path, without a cache."""
     root = int(tree.tokens[0])
     paths = [torch.tensor([*prompt, root, *tree.path_tokens(node)]) for node in range(len(tree))]
-    ids = pad_sequence(
-        paths, batch_first=True
-    )  # attention is causal: what stands behind a path changes nothing
+    # attention is causal: what stands behind a path changes nothing
+    ids = pad_sequence(paths, batch_first=True)
     logits = model(ids).logits
     return torch.stack(
         [row[len(path) - 1] for row, path in zip(logits, paths, strict=True)]

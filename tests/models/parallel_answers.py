@@ -11,9 +11,8 @@ WAYS = ({}, {"temperature": 1.0, "seed": 4})
 
 def main(model: str, draft: str, tokens: str, *names: str) -> None:
     dtype = {"dtype": "float32", "offline": True}
-    engine = Engine.from_pretrained(
-        model, draft, tp_plan="auto", **dtype
-    )  # the other ranks stay in here
+    # the other ranks stay in here
+    engine = Engine.from_pretrained(model, draft, tp_plan="auto", **dtype)
     print(json.dumps({"backend": engine.target.backend}), flush=True)
     rated = [round(found.logprob, 4) for found in engine.score(PROMPT)]
     print(json.dumps({"scores": rated}), flush=True)

@@ -189,11 +189,8 @@ def test_answers_are_those_of_the_model(
 def test_assistants_of_every_kind_draft_from_folders_and_loaded(
     backend: str, loaded: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = {
-        "num_hidden_layers": 6,
-        "layer_types": [SWA, FULL] * 3,
-        "num_kv_shared_layers": 3,
-    }  # as transformers asks
+    # as transformers asks
+    shared = {"num_hidden_layers": 6, "layer_types": [SWA, FULL] * 3, "num_kv_shared_layers": 3}
     heads = {field: TEXT[field] for field in ("num_global_key_value_heads", "attention_k_eq_v")}
     model, draft = tiny(kind, **shared, **heads), assistant(tmp_path, monkeypatch, kind=kind)
     assert draft.config.model_type == (

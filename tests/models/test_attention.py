@@ -28,9 +28,8 @@ def test_the_fused_attention_of_the_last_row(
 ) -> None:
     drawn = torch.Generator().manual_seed(seed)
     query = states(drawn, batch, kv_heads * groups, 1, 8)
-    room = torch.full(
-        (2, batch, kv_heads, slots + 3, 8), float("nan")
-    )  # a cache's buffers, poisoned behind its end
+    # a cache's buffers, poisoned behind its end
+    room = torch.full((2, batch, kv_heads, slots + 3, 8), float("nan"))
     room[:, :, :, :slots] = states(drawn, 2, batch, kv_heads, slots, 8)
     key, value = room[..., :slots, :]
     found = last_row_attention(query, key, value, scale)

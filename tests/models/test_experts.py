@@ -173,9 +173,8 @@ def write_packed(
     }
     for layer in range(gguf_files.LAYERS):
         prefix = f"blk.{layer}."
-        tensors |= dict.fromkeys(
-            f"{prefix}ffn_{name}.weight" for name in ("gate", "up", "down")
-        )  # the dense ones
+        # the dense ones
+        tensors |= dict.fromkeys(f"{prefix}ffn_{name}.weight" for name in ("gate", "up", "down"))
         tensors |= {f"{prefix}{name}_norm.weight": ("f32", (hidden,)) for name in ("attn", "ffn")}
         if shared is None:
             tensors |= {f"{prefix}attn_{name}_norm.weight": ("f32", (head,)) for name in "qk"}
@@ -185,10 +184,8 @@ def write_packed(
                 f"{prefix}ffn_{name}_shexp.weight": (kind, shape)
                 for name, kind, shape in zip(("gate", "up", "down"), shared, shapes, strict=True)
             }
-            tensors[f"{prefix}ffn_gate_inp_shexp.weight"] = (
-                "f32",
-                (hidden,),
-            )  # as converters have squeezed it
+            # as converters have squeezed it
+            tensors[f"{prefix}ffn_gate_inp_shexp.weight"] = "f32", (hidden,)
         tensors |= {
             f"{prefix}attn_q.weight": (gate, (heads * head, hidden)),
             f"{prefix}attn_k.weight": (gate, (key_heads * head, hidden)),

@@ -44,9 +44,8 @@ from tests.toy import (
 )
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-WITH_VECTORS = [
-    name for name in INSTRUCTION_SETS if name not in WITH_PAIRS
-]  # those that run float32
+# those that run float32
+WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 5},

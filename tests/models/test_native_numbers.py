@@ -31,9 +31,8 @@ from tests.models.native_variants import (
 from tests.toy import VOCABULARY, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
-WITH_VECTORS = [
-    name for name in INSTRUCTION_SETS if name not in WITH_PAIRS
-]  # those that run float32
+# those that run float32
+WITH_VECTORS = [name for name in INSTRUCTION_SETS if name not in WITH_PAIRS]
 PACKED = [kind for kind in kinds_of("bfloat16") if kind.startswith("q")] if INSTRUCTION_SETS else []
 TREE = tree_of(VOCABULARY)
 

@@ -71,9 +71,8 @@ def main() -> int:
     known = verdicts(options.out)
     records = {mutant: known[keys[mutant]] for mutant in keys if keys[mutant] in known}
     waiting = [mutant for mutant in listed if mutant not in records]
-    waiting.sort(
-        key=lambda mutant: mutant.file.startswith("csrc/cpu")
-    )  # those that compile for long come last
+    # those that compile for long come last
+    waiting.sort(key=lambda mutant: mutant.file.startswith("csrc/cpu"))
     head = provenance("python -m tests.mutants", sys.argv[1:])
     if waiting:
         copy = Copy(options.folder.resolve())

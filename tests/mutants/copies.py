@@ -82,10 +82,8 @@ class Copy:
     def environment(self) -> dict[str, str]:
         """Return the environment of processes that import the copy."""
         path = os.pathsep.join([str(self.sources), str(self.sources / "build" / "links")])
-        one_thread = {
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_XDIST_WORKER": "gw0",
-        }  # as each worker of `make test` has
+        # as each worker of `make test` has
+        one_thread = {"OMP_NUM_THREADS": "1", "PYTEST_XDIST_WORKER": "gw0"}
         return os.environ | one_thread | {"PYTHONPATH": path}
 
     @contextmanager

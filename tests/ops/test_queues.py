@@ -21,9 +21,8 @@ class History:
 
     def __init__(self, budget, batch, max_depth):
         self.budget, self.batch, self.max_depth = budget, batch, max_depth
-        self.known = {
-            0: (0.0, -1, -1, 0, 0.0)
-        }  # score, parent, token, depth, edge by order of creation
+        # score, parent, token, depth, edge by order of creation
+        self.known = {0: (0.0, -1, -1, 0, 0.0)}
         self.accepted, self.queued = [0], []
 
     def best(self, numbers, count):

@@ -53,9 +53,8 @@ class TestSelectBest:
     def test_path_log_probs_are_closed_under_parent(self, parents, most, seed, coarseness, padding):
         edges = -np.random.default_rng(seed).exponential(size=len(parents)).astype(np.float32)
         if coarseness:
-            edges = np.round(edges) * np.float32(
-                coarseness
-            )  # edges of 0: children tie with their parents
+            # edges of 0: children tie with their parents
+            edges = np.round(edges) * np.float32(coarseness)
         path = np.zeros(len(parents), dtype=np.float32)
         for node in range(1, len(parents)):
             path[node] = path[parents[node]] + edges[node]
@@ -149,9 +148,8 @@ class TestTopChildren:
             log_probs, columns = ops.top_children(view, 5)
             expected_log_probs, expected_columns = ops.top_children(view.contiguous(), 5)
             assert torch.equal(columns, expected_columns)
-            torch.testing.assert_close(
-                log_probs, expected_log_probs
-            )  # torch sums strided rows in another order
+            # torch sums strided rows in another order
+            torch.testing.assert_close(log_probs, expected_log_probs)
 
     def test_k_is_clipped_and_no_rows_are_fine(self):
         log_probs, columns = ops.top_children(torch.zeros(2, 3), 10)

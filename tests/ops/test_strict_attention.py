@@ -211,9 +211,8 @@ def test_a_row_that_sees_nothing_gives_zero(backend: str) -> None:
 def test_strided_inputs(backend: str, dtype: torch.dtype) -> None:
     case = drawn(seed=4, shape=(3, 2, 20), behind=2, dtype=dtype)
     slots, expected = case.key.shape[1], case.run()
-    slab = torch.full(
-        (2, 5, 3, 40, 20), NAN, dtype=dtype
-    )  # layers behind keys and values: another stride of heads
+    # layers behind keys and values: another stride of heads
+    slab = torch.full((2, 5, 3, 40, 20), NAN, dtype=dtype)
     slab[0, 2, :, :slots], slab[1, 2, :, :slots] = case.key, case.value
     for key, value in (
         (slab[0, 2], slab[1, 2]),  # a cache of more slots

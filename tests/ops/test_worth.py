@@ -306,9 +306,8 @@ class TestCounting:
         tree = toy.TokenTree.root(9, 4)
         tree.graft([0, 0, 1], [5, 6, 7], [math.log(0.5), math.log(0.25), math.log(0.5)])
         counts, notes = fresh()
-        notes.stated[:4] = torch.tensor(
-            [0.0, *torch.tensor([0.5, 0.5, 0.5]).log()]
-        )  # at the middle knot
+        # at the middle knot
+        notes.stated[:4] = torch.tensor([0.0, *torch.tensor([0.5, 0.5, 0.5]).log()])
         notes.cells[:4] = torch.tensor([0, 1, 2, 3])
         notes.places[:4] = torch.tensor([0, 0, 1, 0])
         notes.drafted[:2] = True

@@ -29,9 +29,8 @@ from tests.policies import slow
 from tests.toy import Tables, ToyDrafter, ToyTarget
 
 Path = tuple[int, ...]
-Scores = dict[
-    Path, np.float32
-]  # path log-probabilities by the tokens below the root, in order of creation
+# path log-probabilities by the tokens below the root, in order of creation
+Scores = dict[Path, np.float32]
 NOTHING = np.float32(-math.inf)
 DRAFTS, PART = 2000, 200
 CLOSE = 1e-5  # of two numbers whose order rounding may decide

@@ -33,9 +33,8 @@ from tests.graphs.engines import PROMPT, model, near_copy
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted
 from tests.toy import CPU
 
-HELD = [
-    float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)
-]  # that a table holds exactly
+# that a table holds exactly
+HELD = [float(torch.tensor(odds).sigmoid()) for odds in (3.0, 2.0, 1.0, 0.0, -1.0, -2.0)]
 CHEAP = PassCosts("cheap", {1: 1.0, 64: 1.5}, {1: 0.05})
 
 

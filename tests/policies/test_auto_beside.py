@@ -27,9 +27,8 @@ ALL_ARE_CHEAP = PassCosts("all are cheap", {1: 1.0, 16: 1.2}, {1: 0.02})
 
 def best_rate(laws: Sequence[Rows], given: PassCosts) -> float:
     """Return the most tokens per time that trees of all texts can bring, verified in one forward."""
-    by_rows = PassCosts(
-        "rows", {1: 1000.0, 64: 64000.0}, given.draft
-    )  # a verification's time says how many
+    # a verification's time says how many
+    by_rows = PassCosts("rows", {1: 1000.0, 64: 64000.0}, given.draft)
     ways = []
     for law in laws:
         found = dict[tuple[int, float], float]()

@@ -129,9 +129,8 @@ def test_while_it_rests_nobody_is_asked_and_the_answer_is_the_same(
     policy = toy.policy_for("auto")
     assert isinstance(policy, Auto)
     policy = dataclasses.replace(policy, costs="measured", budget=16)
-    cheap = PassCosts(
-        "cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True
-    )  # whatever this machine would say
+    # whatever this machine would say
+    cheap = PassCosts("cheap", {1: 1.0, 16: 1.1}, {1: 0.01}, measured=True)
     monkeypatch.setattr(stored, "find", lambda *_: cheap)
     drafter = Lookup(Recycling())
     engine, plain = Engine(target, drafter, policy), Engine(target, None, None)

@@ -81,12 +81,10 @@ def test_the_mass_falls_strictly_under_the_theorems_conditions(
     policy, tree = searched(
         draft, budget=budget, batch=min(batch, draft["vocabulary"] - 1), threshold=0.0
     )
-    assume(
-        not bool((tree.log_probs[1:] > -1e-3).any())
-    )  # a token so sure leaves the others no mass that float32 sees
-    assume(
-        len(tree.path_log_probs.unique()) == len(tree)
-    )  # of two equal paths one may be taken after the other
+    # a token so sure leaves the others no mass that float32 sees
+    assume(not bool((tree.log_probs[1:] > -1e-3).any()))
+    # of two equal paths one may be taken after the other
+    assume(len(tree.path_log_probs.unique()) == len(tree))
     assert all(later < earlier for earlier, later in pairwise([1.0, *policy.masses]))
 
 

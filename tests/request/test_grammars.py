@@ -103,9 +103,8 @@ def test_cut_short_an_answer_is_the_beginning_of_one(count: int) -> None:
 
 
 MANY = {"type": "object", "properties": {f"k{place}": {} for place in range(1000)}}
-DEAD_END = {
-    "anyOf": [{"const": "x"}, closed(a={"enum": [1, 2]}, b=MANY)]
-}  # the library gives up behind the comma
+# the library gives up behind the comma
+DEAD_END = {"anyOf": [{"const": "x"}, closed(a={"enum": [1, 2]}, b=MANY)]}
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])

@@ -21,11 +21,8 @@ from tests.request.schemas import REFUSED, any_schema, hostile
 
 HOSTILE = hostile()
 NEW_TOKENS = 100
-OTHER_DIALECT = {
-    r"^\p{Lu}$",
-    "^(?i)ab$",
-    "^(?<name>a)$",
-}  # of patterns: Python's, by which answers are checked, differs
+# of patterns: Python's, by which answers are checked, differs
+OTHER_DIALECT = {r"^\p{Lu}$", "^(?i)ab$", "^(?<name>a)$"}
 PROMPT = [7, 70, 7, 70]
 
 

@@ -79,9 +79,8 @@ def test_of_captured_cycles(draft: str, way: dict[str, Any]) -> None:
     engine = padded.engine_of(draft, "talon", captured=True)
     result = engine.generate(PROMPT, max_new_tokens=16, logprobs=3, **way)
     again = engine.generate(PROMPT, max_new_tokens=16, **way)  # the cycles stay on the device
-    check(
-        padded.model(), PROMPT, result.token_ids, result.logprobs, 3, tolerance=1e-4
-    )  # padded sums are others
+    # padded sums are others
+    check(padded.model(), PROMPT, result.token_ids, result.logprobs, 3, tolerance=1e-4)
     assert (again.token_ids, again.logprobs) == (result.token_ids, None)
     assert result.stats.num_accepted_draft_tokens > 0 or draft != "small_model"
 

@@ -19,11 +19,8 @@ from specengine.request.grammars import LIMITS, compiled
 from specengine.request.readers import GRAMMARS, NoReaderError, Readers, ReadingProcess
 from tests.request.schemas import nested
 
-CRASH = {
-    "type": "integer",
-    "minimum": -(2**63),
-    "maximum": -(2**63) + 2,
-}  # where it is not refused before
+# where it is not refused before
+CRASH = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63) + 2}
 SLOW = {"allOf": [{"type": "string", "pattern": f".*{'ab' * count}c.*"} for count in range(1, 20)]}
 QUICK = {"enum": ["a", "b"]}
 

@@ -42,12 +42,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [*range(40, 64)]
 
-WIDE = Shape(
-    60, 9, 6, 3, 100, 300, head_dim=16
-)  # groups of 2 in groups of 2; head size and vocabulary grow
-WIDER_GROUPS = Shape(
-    96, 7, 12, 3, 48, 700, head_dim=8
-)  # groups of 2 in groups of 4; copies of copies
+# groups of 2 in groups of 2; head size and vocabulary grow
+WIDE = Shape(60, 9, 6, 3, 100, 300, head_dim=16)
+# groups of 2 in groups of 4; copies of copies
+WIDER_GROUPS = Shape(96, 7, 12, 3, 48, 700, head_dim=8)
 NARROW_GROUPS = Shape(128, 6, 4, 4, 64, 260)  # each key-value head stands twice; head size 32
 GROWN = (WIDE, WIDER_GROUPS, NARROW_GROUPS)
 
@@ -358,9 +356,8 @@ def agreeing_state(config: EagleConfig, model: PreTrainedModel) -> dict[str, Ten
     )
     tokens, state = [*PROMPT, *answer], random_state(config)
     ids = state["d2t"] + torch.arange(len(state["d2t"]))
-    columns = torch.full((VOCABULARY,), -100).scatter_(
-        0, ids, torch.arange(len(ids))
-    )  # -100: is not drafted
+    # -100: is not drafted
+    columns = torch.full((VOCABULARY,), -100).scatter_(0, ids, torch.arange(len(ids)))
     states = run(model, tokens)[1]
     features = torch.cat([states[i] for i in config.feature_ids(LAYERS)], -1)[:-2].clone()
     embeddings = model.get_input_embeddings()(torch.tensor(tokens[1:-1])).detach()

@@ -94,9 +94,8 @@ def test_openais_client_sync_async_and_streaming(server: Served) -> None:
     base: dict[str, Any] = {"base_url": f"{server.address}/v1", "api_key": "any"}
     client = openai.OpenAI(**base)
     assert client.models.list().data[0].id == NAME
-    asked = CHAT | {
-        "max_tokens": 8
-    }  # random bytes, of which a stream and a whole text make the same so far
+    # random bytes, of which a stream and a whole text make the same so far
+    asked = CHAT | {"max_tokens": 8}
     whole = client.chat.completions.create(**asked)
     text = whole.choices[0].message.content
     assert whole.usage is not None

@@ -180,9 +180,8 @@ def test_a_strict_tool_changes_nothing_where_none_is_called(caller: Served) -> N
 @pytest.mark.parametrize("added", [[], ["<tool_call>", "</tool_call>", "<think>"]])
 def test_a_strict_tool_constrains_calls_and_no_other_text(added: list[str]) -> None:
     tokenizer = byte_tokenizer(TEMPLATE)
-    tokenizer.add_tokens(
-        [AddedToken(token, special=False) for token in added]
-    )  # as Qwen's has them
+    # as Qwen's has them
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])
     grammar = calls_grammar(ChatRequest.model_validate(CHAT | {"tools": [STRICT]}), tokenizer)
     constraint = Vocabularies(tokenizer, len(tokenizer)).constraint(
         "grammar", compiled("grammar", grammar), [259]

@@ -35,9 +35,8 @@ def freed_but_kept() -> int:
 def test_freed_memory_goes_back_where_the_process_has_grown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        memory, "GROWTH", 1.0
-    )  # this process may be so large that 64 MiB are little
+    # this process may be so large that 64 MiB are little
+    monkeypatch.setattr(memory, "GROWTH", 1.0)
 
     async def serve() -> tuple[int, int]:
         task = asyncio.create_task(memory.give_back(0.01))

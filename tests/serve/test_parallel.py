@@ -329,9 +329,8 @@ def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While 7,000 tokens come in, all answers have a cycle in every step, and the prompt one piece."""
-    steps: list[
-        tuple[int, int, int]
-    ] = []  # answers with a cycle, those without one, and rows of prompts
+    # answers with a cycle, those without one, and rows of prompts
+    steps: list[tuple[int, int, int]] = []
     run = Scheduler._run
 
     def watched(scheduler: Scheduler, lanes: Any, pieces: Any, began: float) -> None:

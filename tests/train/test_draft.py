@@ -318,10 +318,8 @@ def test_the_saved_head_is_the_average_of_those_on_the_way(
              torch.load(tmp_path / "each" / STATE, weights_only=True)["head"] for step in (1, 2, 3)]  # fmt: skip
     averaged = train_draft(model, corpus, tmp_path / "averaged", options, LOSS, stop_after=3)
     assert log(averaged)[0] == log(tmp_path / "each")[0]
-    shares = [
-        1 - 2 / 11,
-        1 - 0.2,
-    ]  # what is new: the beginning is left sooner than options.average says
+    # what is new: the beginning is left sooner than options.average says
+    shares = [1 - 2 / 11, 1 - 0.2]
     expected = {name: tensor.clone() for name, tensor in steps[0].items()}
     for head, share in zip(steps[1:], shares, strict=True):
         for name, tensor in head.items():
@@ -391,9 +389,8 @@ def test_a_killed_training_resumes_to_the_same_curve(
     with pytest.raises(KeyboardInterrupt):
         train_draft(model, corpus, tmp_path / "cut", options, LOSS)
     monkeypatch.undo()
-    (tmp_path / "cut" / LOG).open("a").write(
-        '{"step": 7, "loss"'
-    )  # the rest of the line was not written any more
+    # the rest of the line was not written any more
+    (tmp_path / "cut" / LOG).open("a").write('{"step": 7, "loss"')
     corpus.add(1, random_texts(5, seed=9))
     said: list[str] = []
     resumed = train_draft(model, corpus, tmp_path / "cut", options, LOSS, progress=said.append)

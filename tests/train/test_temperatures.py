@@ -148,9 +148,8 @@ def test_a_training_ends_with_them(model: PreTrainedModel, tmp_path: Path) -> No
         model, corpus, tmp_path / "without", replace(options, temperatures=False), loss
     )
     assert load_head(without).config.temperatures == ()
-    again = train_draft(
-        model, corpus, without, options, loss
-    )  # finished before: only they are missing
+    # finished before: only they are missing
+    again = train_draft(model, corpus, without, options, loss)
     assert load_head(again).config.temperatures == found
     further = train_draft(
         model, corpus, tmp_path / "further", replace(options, start=str(out), steps=1), loss

@@ -35,11 +35,8 @@ class TokenKind(IntEnum):
     BYTE = 6
 
 
-_SENTENCEPIECE_IDS = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "unknown_token_id": 0,
-}  # where the file names none
+# where the file names none
+_SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 _IS_ID = re.compile(r"tokenizer\.ggml\.\w+_token_id")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(

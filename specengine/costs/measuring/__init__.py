@@ -95,9 +95,8 @@ class _Samples:
     draft: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     root: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
-    experts: dict[int, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # that a verification read
+    # that a verification read
+    experts: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def costs(self) -> tuple[Points, Points]:
         """Return lawful costs of verifications by nodes, and of draft passes by width."""
@@ -244,9 +243,8 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
     prefill = cycles.begin(short)
     first = cycles.cycle(1, 1)
     if sum(first) < seconds / 20:
-        first = min(
-            (cycles.cycle(1, 1) for _ in range(3)), key=sum
-        )  # the first cycle has warmed up
+        # the first cycle has warmed up
+        first = min((cycles.cycle(1, 1) for _ in range(3)), key=sum)
     padded = cycles.target.captured
     allowed = min(seconds, MAX_CYCLES * sum(first))
     share = SHORT_SHARE if long > short else 1
@@ -305,9 +303,8 @@ def _expert(cycles: SyntheticCycles, until: float) -> float:
             time.perf_counter() > until or len(differences) > MAX_CYCLES
         ):
             break
-    seconds = [
-        slower / more for slower, more in differences[1:] if more > 0
-    ]  # the first one warms up
+    # the first one warms up
+    seconds = [slower / more for slower, more in differences[1:] if more > 0]
     return max(0.0, statistics.median(seconds)) if seconds else 0.0
 
 
@@ -373,9 +370,8 @@ MAX_NODES, MAX_WIDTH = 96, 16  # the largest tree and draft pass of a plan
 CHILDREN = 3  # children per node of a verified tree
 DRIFT = 32  # tokens by which cycles may lengthen the context before it is rewound
 MAX_PATH = 8  # tokens that a cycle can add, and depth that a tree can have
-DRAFT_SLOTS = 4 * (
-    MAX_WIDTH + 1
-)  # slots of the draft's scratch: a capture runs a pass several times
+# slots of the draft's scratch: a capture runs a pass several times
+DRAFT_SLOTS = 4 * (MAX_WIDTH + 1)
 
 Verified = tuple[list[int], Tensor | None]
 

@@ -7,16 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 SLIDING = "sliding_attention"  # a layer with a window, as transformers' configs call it
-CONVOLUTIONS = (
-    "short_conv.conv",
-    "linear_attn.conv1d",
-    "mamba.conv1d",
-)  # of the mixers' parts: a few weights for each channel
-STATES = {
-    "A_log": "ssm_a",
-    "dt_bias": "ssm_dt.bias",
-    "D": "ssm_d",
-}  # a mixer's vectors by their names in GGUF files
+# of the mixers' parts: a few weights for each channel
+CONVOLUTIONS = "short_conv.conv", "linear_attn.conv1d", "mamba.conv1d"
+# a mixer's vectors by their names in GGUF files
+STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
 NO_LIMITS = (0.0, float("inf"))
 LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
 ROUTER_NORM = "router_norm"  # of ExpertsWithDense: is divided by the root of the hidden size

@@ -154,9 +154,8 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
         "use_double_wide_mlp": isinstance(widths, list) and widths[-1] == 2 * widths[0],
     }
     if isinstance(heads, list) and types is not None:
-        by_type = dict(
-            zip(reversed(types), reversed(heads), strict=False)
-        )  # the first one of each type
+        # the first one of each type
+        by_type = dict(zip(reversed(types), reversed(heads), strict=False))
         added["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
         added["num_global_key_value_heads"] = by_type.get("full_attention")
     return added

@@ -62,9 +62,8 @@ class CostModel:
         self.book = CostCorrections()
         # the costs at present: other texts come and go
         self.find: Callable[[], PassCosts] | None = None
-        self._counted: dict[
-            tuple[int, int], ExpertReads
-        ] = {}  # by experts of a row, and all experts
+        # by experts of a row, and all experts
+        self._counted: dict[tuple[int, int], ExpertReads] = {}
         self.predicted = PredictedSeconds([], [], [], [], [])  # until prices are asked for
         self._use(costs)
 

@@ -15,11 +15,8 @@ from specengine.costs import CostTable
 from specengine.ops import Counts, Notes, Prices, SearchState, Throughput
 from specengine.ops.worth import LEVELS, MAX_CHANCE, MIN_CHANCE
 
-SHARED = (
-    "hits",
-    "tries",
-    "table",
-)  # of Counts, between texts; how sure a draft's first tokens are is each text's own
+# of Counts, between texts; how sure a draft's first tokens are is each text's own
+SHARED = "hits", "tries", "table"
 PRIOR = Path(__file__).parents[1] / "networks" / "chances.safetensors"
 PRIOR_TRIES = 8.0  # tries that a prior counts for
 
@@ -67,9 +64,8 @@ class DeviceSearch:
     def price(self, tables: CostTable, overhead: float, experts: Sequence[float]) -> None:
         """Bring prices up to date. experts: what prices nodes by their relation, as Throughput has it."""
         throughput = self.bound.throughput
-        throughput.verify.copy_(
-            tables.verify, non_blocking=True
-        )  # whose host has other things to do
+        # whose host has other things to do
+        throughput.verify.copy_(tables.verify, non_blocking=True)
         throughput.draft.copy_(tables.draft, non_blocking=True)
         throughput.overhead.fill_(overhead)
         if experts or throughput.experts.numel():

@@ -63,9 +63,8 @@ class CaDDTree(DDTree, Priced):
                 *step.children(frontier, step.candidates(tree, frontier, self.budget - 1))
             )
             beam = tree.best(layer, self.width)
-            brings = _mass(tree, beam).square() / _mass(
-                tree, frontier
-            )  # as much of this beam as it has of the last
+            # as much of this beam as it has of the last
+            brings = _mass(tree, beam).square() / _mass(tree, frontier)
         _, ratio, more = self._best(tree, spent)
         cost = self._prices[tree.device].draft.index_select(0, beam.live) + more
         return beam.where(self.unfinished(tree, layer)).where(brings > ratio * cost)

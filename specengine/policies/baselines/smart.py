@@ -89,9 +89,8 @@ class Smart(Priced):
         )
         brings = candidates.scores.double().exp().masked_fill(place[:-1] >= candidates.live, 0.0)
         tokens = expected_tokens + brings.cumsum(0) - brings  # of the tree before each candidate
-        verify = prices.verify.index_select(
-            0, (tree.size + place).clamp(max=self.budget)
-        )  # no more have room
+        # no more have room
+        verify = prices.verify.index_select(0, (tree.size + place).clamp(max=self.budget))
         costs = spent + verify + prices.draft * drafts
         raises = (self.discount * brings * costs[:-1] > tokens * costs.diff()) & (
             place[:-1] < candidates.live

@@ -23,19 +23,8 @@ from specengine.train.classifier.trees import LoggedTree, Trees
 DEPTH_BASE = 0  # depth of the root's children as a feature
 NEAR = 0.01  # recalls this close to the best count as equal
 BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)  # limits of the entropy buckets, in nats
-KEEP_RATES = (
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-)  # points of the recorded curve
+# points of the recorded curve
+KEEP_RATES = 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2
 
 Progress = Callable[[str], None]
 

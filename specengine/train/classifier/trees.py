@@ -172,9 +172,8 @@ def collect(
     """
     if engine.drafter is None:
         raise InputError("draft: got none, but the trees come from a draft")
-    settings = {
-        key: value for key, value in asdict(options).items() if key != "trees"
-    }  # a folder may grow
+    # a folder may grow
+    settings = {key: value for key, value in asdict(options).items() if key != "trees"}
     drafter = engine.drafter
     if isinstance(drafter, Lookup):  # its columns differ in every step
         drafter = drafter.inner

@@ -20,10 +20,8 @@ from specengine.train.draft.teacher import HeadTeacher, Reading
 
 LABEL_ROWS = 256  # rows that the target's head reads at a time
 BLOCK = 2048  # rows of the draft's head whose gradients are computed at once
-CHUNK_VALUES = (
-    1 << 20,
-    1 << 28,
-)  # float32 logits at a time, on a CPU (fits its caches) and on a GPU
+# float32 logits at a time, on a CPU (fits its caches) and on a GPU
+CHUNK_VALUES = 1 << 20, 1 << 28
 NOISE_LENGTH = 512  # sequence length at which the noise has its nominal width
 
 

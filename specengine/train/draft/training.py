@@ -39,11 +39,8 @@ MAX_HELD_BACK = 32  # texts
 PACED, PACED_SHARE = 5, 0.85
 MIN_STEPS, VALIDATIONS = 100, 24  # where their number is chosen
 START_BATCHES = 24  # batches that the initial EAGLE-1 head is fitted to
-HOUSEKEEPING = (
-    "validate_every",
-    "save_every",
-    "temperatures",
-)  # options that do not change the result
+# options that do not change the result
+HOUSEKEEPING = "validate_every", "save_every", "temperatures"
 
 Progress = Callable[[str], None]
 Teaching = Callable[[PreTrainedModel, tuple[int, ...]], Teacher]

@@ -177,9 +177,8 @@ class Learner:
         for share in SHARES:
             candidate = mixed(current, copy, share)
             on_own = self.compared(current, candidate, mine)
-            on_others = self.compared(
-                self.learnt.base, candidate, others
-            )  # so that small losses do not add up
+            # so that small losses do not add up
+            on_others = self.compared(self.learnt.base, candidate, others)
             if better := on_own.gain > 2 * on_own.error and on_others.gain >= -on_others.error:
                 self.swap(candidate, [text for _, text in (*mine, *others)])
                 break
@@ -220,9 +219,8 @@ class Learner:
     ) -> eagle.Checkpoint:
         """Return the head after a round's steps, in the dtype that it is kept in."""
         options, order = self.options, random.Random(len(self.learnt.rounds()))
-        state = {
-            name: tensor.clone() for name, tensor in start.state.items()
-        }  # float32 weights would be taken as they are
+        # float32 weights would be taken as they are
+        state = {name: tensor.clone() for name, tensor in start.state.items()}
         head = (
             head_from(start.config, state, torch.float32, self.teacher.device)
             .train()

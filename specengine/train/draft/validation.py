@@ -110,9 +110,8 @@ def autocasting(device: torch.device, *, enabled: bool) -> Iterator[None]:
 
 DEPTHS = 6
 ANCHORS = 64  # places per text
-SHARPNESS = torch.linspace(
-    0.5, 2.0, 61, dtype=torch.float32, device="cpu"
-)  # candidates for 1 / temperature
+# candidates for 1 / temperature
+SHARPNESS = torch.linspace(0.5, 2.0, 61, dtype=torch.float32, device="cpu")
 CHUNK = 128  # rows of logits at a time
 
 

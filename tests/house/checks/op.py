@@ -4,10 +4,8 @@ import torch
 
 extension = setup.extensions()[0]
 assert "csrc/ops/leaves.cpp" in extension.sources
-extension.sources = [
-    "csrc/ops_binding.cpp",
-    "csrc/ops/leaves.cpp",
-]  # the others would take a minute
+# the others would take a minute
+extension.sources = ["csrc/ops_binding.cpp", "csrc/ops/leaves.cpp"]
 extension.extra_compile_args = ["-O0", "-std=c++17"]
 setuptools.setup(
     ext_modules=[extension],
