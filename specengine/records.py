@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -306,6 +305,8 @@ class GenerationResult:
         return f"{self.text}\n[{self.finish_reason}: {self.stats}]"
 
     def _repr_html_(self) -> str:
+        from html import escape
+
         return (
             f"<pre style='white-space: pre-wrap'>{escape(self.text)}</pre>"
             f"<small>{escape(f'{self.finish_reason}: {self.stats}')}</small>"
