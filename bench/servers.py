@@ -234,8 +234,8 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
         torch.set_num_threads(args.threads)
         answer_alone(engine, prompts(2), args.max_new_tokens)
         for turn in range(args.rounds):
-            found = answer_alone(engine, prompts(args.requests), args.max_new_tokens)
-            cells.setdefault((ALONE, 1), Cell()).add(found)
+            cell = answer_alone(engine, prompts(args.requests), args.max_new_tokens)
+            cells.setdefault((ALONE, 1), Cell()).add(cell)
             for clients in args.clients:
                 for way in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
                     count = max(args.requests, 2 * clients)

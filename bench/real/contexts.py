@@ -75,8 +75,8 @@ def records(model: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
     """Yield what a process of each length has measured."""
     for length in lengths:
         command = [sys.executable, "-m", __spec__.name, model, "--in-process", str(length)]
-        found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        yield json.loads(found.stdout.splitlines()[-1])
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        yield json.loads(done.stdout.splitlines()[-1])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -218,8 +218,8 @@ def verdicts(file: str, *newer: str) -> str:
         if r["record"] == "claim"
     }
     header = ("paper", "claim", "published", "here", "verdict")
-    made = table(header, list(claims.values()), *files)
-    return f"{settings['prompts']} prompts, {settings['logged']} tokens of each answer:\n\n{made}"
+    claims_table = table(header, list(claims.values()), *files)
+    return f"{settings['prompts']} prompts, {settings['logged']} tokens of each answer:\n\n{claims_table}"
 
 
 def ablation(file: str, name: str, costs: str) -> str:

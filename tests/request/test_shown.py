@@ -1,4 +1,4 @@
-"""What a print, a prompt of Python and a notebook show of results, streams and trees."""
+"""Check what print, the interactive prompt and a notebook show of results, streams and trees."""
 
 import re
 

@@ -95,8 +95,8 @@ def test_the_grid_is_searched_on_the_other_half_of_the_answers(tmp_path: Path) -
     for number in range(4):
         others = Outcomes.of([answers[n] for n in range(4) if n % 2 != number % 2], SHAPE, COSTS)
         own = logged.answers == number
-        found = set(zip(depths[own].tolist(), sizes[own].tolist(), strict=True))
-        assert found == {compare.best_of_grid(others)}
+        chosen = set(zip(depths[own].tolist(), sizes[own].tolist(), strict=True))
+        assert chosen == {compare.best_of_grid(others)}
 
 
 def test_facts_of_a_cycle() -> None:
