@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bench.report import by_vocabulary
 from docs.build.results import SETS, code, records, summaries, table
@@ -285,8 +285,22 @@ def construction(file: str) -> str:
 def layers(file: str) -> str:
     """Return the time of each rule by vocabulary, and what ran the ops, from bench.tree_construction."""
     made = by_vocabulary(records(file))
-    rows = [row for row in made.rows if row[1].endswith("(ops)")]
-    return f"{made.title}:\n\n{table(made.header, rows, file)}"
+    by_rule: dict[str, list[Sequence[str]]] = {}
+    for row in made.rows:
+        if row[1].endswith("(ops)"):
+            by_rule.setdefault(row[1].removesuffix(" (ops)"), []).append(row)
+    vocabularies = [row[0] for row in next(iter(by_rule.values()))]
+    header = ("rule, ms at V of", *vocabularies, *made.header[3:])
+    rows = [
+        [rule, *(row[2] for row in own), *map(_range, zip(*(row[3:] for row in own), strict=True))]
+        for rule, own in by_rule.items()
+    ]
+    return f"{made.title}:\n\n{table(header, rows, file)}"
+
+
+def _range(cells: Sequence[str]) -> str:
+    """Return the first cell to the last, those of one unit."""
+    return f"{cells[0].split()[0]} to {cells[-1]}"
 
 
 TABLES: dict[str, Callable[..., str]] = {
