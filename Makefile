@@ -8,7 +8,7 @@ PIP_INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.
 INSTALL_FILES := pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/spec/* csrc/ops/* csrc/cpu/* csrc/cpu/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients lint docs wheels sdist clean
+.PHONY: help demo test test-all test-clients lint docs wheels sdist release clean
 include tests/targets.mk bench/targets.mk
 
 help:  ## list the targets
@@ -67,6 +67,10 @@ sdist: $(VENV)/.installed-dev  ## the source distributions into dist/
 	$(RUN) -m build --sdist --outdir dist .
 	$(RUN) -m build --sdist --outdir dist heads
 	$(RUN) -m build --sdist --outdir dist heads/coder
+
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+release: $(VENV)/.installed-dev  ## whether this checkout can be released: version, changelog, packages, each Python
+	$(RUN) .ci/release.py $(PYTHONS)
 
 clean:  ## remove what was built and cached here; .venv stays, its next use installs again
 	rm -rf build dist *.egg-info .coverage htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
