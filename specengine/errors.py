@@ -320,7 +320,16 @@ def number(
         )
 
     limits = {"gt" if open_low else "ge": low, "lt" if open_high else "le": high}
-    return reader(accepted, holds, float, limits=_finite(limits))
+    return Reader(
+        lambda name, value: require_value(
+            name,
+            value,
+            f"a number, {accepted}" if isinstance(value, str) else accepted,
+            holds(value),
+        ),
+        float,
+        _finite(limits),
+    )
 
 
 def whole(low: int, high: float = math.inf, accepted: str = "") -> Reader:

@@ -18,7 +18,7 @@ from specengine.drafters import MAX_WAITING, Drafter, Hints, RowDraft, Traits, i
 from specengine.drafters._wrappers import Coupled, Guided, Origins
 from specengine.engine.parts import Drivers, EngineState, slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, require_value
 from specengine.models import Target
 from specengine.records import (
     Cycle,
@@ -297,6 +297,12 @@ def prepare(
     decode: for stop strings; sampler: instead of the one that the options make; constraint: of `options`, where it is
     made already; reuse_cache: as in Request; ticket: as in Engine.cycles.
     """
+    require_value(
+        "logprobs",
+        options.logprobs,
+        f"0 to {engine.target.vocab_size}, the vocabulary",
+        (options.logprobs or 0) <= engine.target.vocab_size,
+    )
     constraint = constraint or engine.constraint(options)
     origins = Origins()
     drivers = engine.drivers.asked(options.policy, options.policy_options)

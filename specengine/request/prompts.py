@@ -16,7 +16,9 @@ from specengine.registry import is_array, is_number, plain
 from specengine.request.templates import filled, filled_ids, fills_itself
 
 MAX_NESTED = 32  # levels of a message's fields
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE = re.compile(r"[\w-]+")
+_QUOTED = re.compile(r"[\"']([\w-]+)")
 _AS_TEXT = {"split_special_tokens": True}
 _ENDED = {"add_generation_prompt": True}
 _WHOLE_DTYPE = re.compile(r"(torch\.)?u?int\d+")
@@ -183,18 +185,36 @@ def _from_messages(
     tools: Tools = None,
     template: Template = None,
 ) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("prompt: this tokenizer has no chat template, pass a string or token ids")
+    require(
+        "prompt",
+        "messages, but this tokenizer has no chat template",
+        "a string or token ids",
+        bool(getattr(tokenizer, "chat_template", None)),
+    )
     for message in messages:
-        if not {"role", "content"} <= message.keys():
-            raise InputError(
-                f"prompt: each message needs role and content, got {shown(list(message))}"
-            )
+        require_value(
+            "prompt: a message",
+            list(message),
+            "role and content",
+            {"role", "content"} <= message.keys(),
+        )
         role = message["role"]
-        require_value("prompt: a message's role", role, "a string", isinstance(role, str))
+        require_value(
+            "prompt: a message's role",
+            role,
+            f"{', '.join(ROLES)}, or one that the chat template names",
+            isinstance(role, str)
+            and (
+                role in ROLES or role.split(" ")[0] in _QUOTED.findall(str(tokenizer.chat_template))
+            ),
+        )
         # another one could make marks of the template
-        harmless = live or _ROLE.fullmatch(role) is not None
-        require_value("prompt: a message's role", role, "letters, digits, _ and -", harmless)
+        require_value(
+            "prompt: a message's role",
+            role,
+            "letters, digits, _ and -",
+            live or _ROLE.fullmatch(role) is not None,
+        )
         for text in _strings(message):
             _require_unicode("prompt", text)
     for text in _strings(list(tools or [])):
