@@ -1,17 +1,30 @@
-import subprocess
 import sys
-from pathlib import Path
 
 import gguf
 import numpy
+import setup
+import setuptools
 import torch
 from transformers import LlamaConfig
 
-for file in Path("csrc/cpu").glob("isa_*.cpp"):
-    if file.stem not in ("isa_portable", "isa_integer_portable"):
-        file.unlink()
+extension = setup.extensions()[1]
+assert "csrc/cpu/isa_integer_portable.cpp" in extension.sources
+# optimised, or with the other sets of instructions, it would take minutes
+extension.sources = [
+    "csrc/cpu_binding.cpp",
+    "csrc/cpu/isa_portable.cpp",
+    "csrc/cpu/isa_integer_portable.cpp",
+]
+extension.extra_compile_args.append("-O0")
+extension.optional = False
 assert "specengine._cpu" not in sys.modules
-subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True)
+setuptools.setup(
+    ext_modules=[extension],
+    packages=[],
+    long_description="",
+    script_args=["-q", "build_ext", "--inplace", "--force"],
+    cmdclass={"build_ext": setup.OptionalBuildExt},
+)
 
 from specengine import Engine
 from specengine.checkpoints.gguf import tensor_names
