@@ -389,9 +389,75 @@ def test_stopping_and_what_is_refused(chromium: Any) -> None:
         assert seen.page.locator(".turn").count() == 2
         seen.page.click("#new")
         seen.ask("long " * 45)
-        assert "accepted at most 200 on this server" in seen.page.text_content("#status")
+        assert "maximum context length is 200 tokens" in seen.page.text_content("#status")
         assert seen.page.input_value("#message").startswith("long long")
         assert seen.page.locator(".turn").count() == 0
+
+
+KEPT = """() => new Promise(done => {
+    const asked = indexedDB.open('specengine');
+    asked.onsuccess = () => {
+        const kept = asked.result.transaction('conversations').objectStore('conversations');
+        kept.getAll().onsuccess = event => {
+            asked.result.close();
+            const turns = event.target.result.flatMap(one => Object.values(one.turns));
+            done(turns.findLast(turn => turn.role === 'assistant'));
+        };
+    };
+})"""
+
+
+@in_a_browser
+def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> None:
+    with browsed(chromium, server) as seen:
+        seen.limit(20, temperature=0)
+        seen.ask("go on")
+        assert seen.page.text_content(".turn .note") == "Cut at 20 tokens."
+        before = seen.page.evaluate(KEPT)
+        seen.page.click("button:has-text('Continue')")
+        seen.done()
+        assert seen.bodies[1]["continue_final_message"] is True
+        assert seen.bodies[1]["messages"][-1] == {
+            "role": "assistant",
+            "content": before["text"].rstrip(),
+        }
+        after = seen.page.evaluate(KEPT)
+        assert after["text"].startswith(before["text"].rstrip())
+        assert len(after["text"]) > len(before["text"])
+        assert after["figures"]["tokens"] == 40
+        assert seen.slider["max"] == after["figures"]["cycles"]
+        assert seen.page.text_content(".turn .note") == "Cut at 40 tokens."
+        assert seen.page.locator(".turn").count() == 2
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(chromium: Any) -> None:
+    with served() as server, browsed(chromium, server) as seen:
+        seen.page.click("#open-settings")
+        seen.page.uncheck("#markdown")
+        seen.page.keyboard.press("Escape")
+        seen.limit(4000)
+        seen.ask("go on", wait=False)
+        seen.page.wait_for_selector(".piece:nth-of-type(9)", state="attached")
+        shown = seen.page.text_content(".turn.assistant .text")
+        seen.page.reload()
+        seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")
+        kept = seen.page.evaluate(KEPT)
+        assert kept["text"].startswith(shown)
+        assert seen.page.text_content(".turn.assistant .text") == kept["text"]
+        assert seen.slider["max"] == kept["figures"]["cycles"], "its trees are kept too"
+        seen.page.click("button:has-text('Continue')")
+        seen.page.wait_for_selector("#stop", state="visible")
+        until(lambda: seen.slider["max"] > kept["figures"]["cycles"])
+        with seen.page.context.new_page() as other:
+            other.goto(server.address)
+            other.wait_for_selector(".turn .note:has-text('Another tab is writing this.')")
+        seen.page.keyboard.press("Escape")
+        seen.done()
+        assert seen.page.text_content(".turn .note") == "Stopped."
+        assert seen.page.is_visible("button:has-text('Continue')")
+        assert not seen.complaints
 
 
 @in_a_browser

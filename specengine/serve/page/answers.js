@@ -8,7 +8,7 @@ import { drawFoot, drawLog, drawText, mark } from "./log.js";
 import * as panel from "./panel.js";
 import * as server from "./server.js";
 import * as settings from "./settings.js";
-import { compared, cycles, cyclesOf, job, page, running, say, sayOf } from "./state.js";
+import { compared, cycles, cyclesOf, holdWhileWriting, job, page, running, say, sayOf } from "./state.js";
 import * as store from "./store.js";
 
 export async function send(text) {
@@ -64,32 +64,63 @@ const requestOf = (conversation, turn, more = {}) => ({
 
 // Answer the turn that ends the open chat; returns whether anything was answered.
 async function answer(asked) {
-  panel.stopReplay();
   const conversation = page.open;
   const turn = talk.append(conversation, {
-    role: "assistant", text: "", thoughts: "", ends: [], asked, system: at("system").value.trim(), model: page.model, figures: figures.nothing(), note: "", live: true,
+    role: "assistant", text: "", thoughts: "", ends: [], asked, system: at("system").value.trim(), model: page.model, figures: figures.nothing(), note: "",
   });
   cycles.set(turn.id, []);
+  const wrong = await write(conversation, turn, requestOf(conversation, turn));
+  const answered = turn.figures.cycles > 0 || !wrong;
+  if (!answered) talk.remove(conversation, turn);
+  await finish(conversation, turn, answered, wrong);
+  return answered;
+}
+
+// Continue an answer that was cut. Spaces at its end are said anew, as templates leave them out.
+export async function goOn(turn) {
+  if (job()) return;
+  if (page.model === null) return meet();
+  const conversation = page.open, { note } = turn;
+  turn.text = turn.text.trimEnd();
+  turn.ends = turn.ends.map((end) => Math.min(end, turn.text.length));
+  const begun = turn.figures.cycles;
+  const request = requestOf(conversation, turn, { messages: talk.messages(conversation, turn.id, turn.system), continue_final_message: true });
+  const wrong = await write(conversation, turn, request);
+  if (wrong && turn.figures.cycles === begun) turn.note = note;
+  await finish(conversation, turn, true, wrong);
+}
+
+// Have the server write the turn; returns what went wrong, or "". What has come is kept every second, and when the page goes.
+async function write(conversation, turn, request) {
+  panel.stopReplay();
+  Object.assign(turn, { note: "", cut: false, live: true });
   const working = { control: new AbortController(), turn, status: "Waiting for the server" };
   running.set(conversation.id, working);
   keep(conversation);
   drawLog();
   showWork();
   panel.show(turn);
-  const saving = setInterval(() => page.chats.includes(conversation) && store.save(conversation).catch(cannotKeep), 2000);
+  const save = () => page.chats.includes(conversation) && store.saveWithCycles(conversation, turn.id, cyclesOf(turn)).catch(cannotKeep);
+  const saving = setInterval(save, 1000), letGo = holdWhileWriting(turn);
+  addEventListener("pagehide", save);
   let wrong = "";
   try {
-    for await (const chunk of server.chunks(requestOf(conversation, turn), at("key").value, working.control.signal)) take(conversation, working, chunk);
+    for await (const chunk of server.chunks(request, at("key").value, working.control.signal)) take(conversation, working, chunk);
   } catch (error) {
     if (error.status === 401) askForKey();
     if (error.name !== "AbortError") wrong = error.message;
-    turn.note = wrong || "Stopped.";
+    Object.assign(turn, { note: wrong || "Stopped.", cut: true });
   }
   clearInterval(saving);
+  removeEventListener("pagehide", save);
+  letGo();
   running.delete(conversation.id);
   turn.live = false;
-  const answered = turn.figures.cycles > 0 || !wrong;
-  if (!answered) talk.remove(conversation, turn);
+  return wrong;
+}
+
+// Keep an answer that has ended, and show how it ended.
+async function finish(conversation, turn, answered, wrong) {
   if (page.chats.includes(conversation)) {
     if (answered) await store.saveCycles(turn.id, cyclesOf(turn)).catch(cannotKeep);
     keep(conversation);
@@ -100,11 +131,10 @@ async function answer(asked) {
     else drawText(turn);
     showWork();
     if (follows) log.scrollTop = log.scrollHeight;
-    say(turn.note, wrong !== "");
+    say(wrong || turn.note, wrong !== "");
     if (panel.shown.turn === turn) panel.show(answered ? turn : null, panel.shown.follows ? Infinity : panel.shown.cycle);
   }
   panel.redraw();
-  return answered;
 }
 
 // Take what came of a stream.
@@ -120,7 +150,7 @@ function take(conversation, working, chunk) {
     const choice = chunk.choices[0];
     if (choice?.delta.reasoning_content) addText(conversation, turn, "thoughts", choice.delta.reasoning_content);
     if (choice?.delta.content) addText(conversation, turn, "text", choice.delta.content);
-    if (choice?.finish_reason === "length") turn.note = "The answer was cut at its most tokens.";
+    if (choice?.finish_reason === "length") Object.assign(turn, { note: `Cut at ${turn.figures.tokens} tokens.`, cut: true });
     const speculation = chunk.usage?.metrics?.speculative_decoding ?? chunk.metrics?.speculative_decoding;
     turn.figures.reason = speculation?.plain_reason ?? turn.figures.reason;
     working.status = turn.thoughts && !turn.text ? "Thinking" : "Answering";

@@ -4,7 +4,7 @@ import { at, button, download, element } from "./dom.js";
 import { drawFoot, drawLog } from "./log.js";
 import * as panel from "./panel.js";
 import { narrow, toggle } from "./sides.js";
-import { cycles, job, page, running, say } from "./state.js";
+import { cycles, job, markInterrupted, page, running, say } from "./state.js";
 import * as store from "./store.js";
 
 export function keep(conversation) {
@@ -145,7 +145,7 @@ export function forget(conversation) {
 export async function remember() {
   await store.sweep();
   const found = await store.all();
-  for (const one of found) for (const turn of Object.values(one.turns)) turn.live = false;
+  await markInterrupted(found);
   page.chats = [...page.chats, ...found.filter((one) => !page.chats.some((known) => known.id === one.id))];
   page.chats.sort((left, right) => right.changed - left.changed);
   if (!(await store.isKept())) at("kept").textContent = "This browser keeps no chats: they last as long as this page.";

@@ -72,6 +72,7 @@ export function drawFoot(turn) {
   if (turn.role === "assistant") {
     const ratio = compared.get(turn.id)?.ratio ?? null, doubtful = working ? "" : figures.doubt(turn.figures, ratio);
     rows.push(element("span", { class: "figures" }, figures.line(turn.figures, ratio)));
+    if (turn.live && !working) rows.push(element("span", { class: "note" }, "Another tab is writing this."));
     if (turn.note) rows.push(element("span", { class: "note" }, turn.note));
     if (doubtful) rows.push(element("span", { class: "note doubt" }, doubtful.split(". ")[0].replace(/\.?$/, ".")));
   }
@@ -82,6 +83,11 @@ export function drawFoot(turn) {
     older.disabled = place === 0 || job() !== null;
     newer.disabled = place === all.length - 1 || job() !== null;
     buttons.append(element("span", { class: "versions" }, older, `${place + 1}/${all.length}`, newer));
+  }
+  if (!working && turn.cut && turn.text.trim() && !turn.asked.response_format) { // a schema would begin anew
+    const further = button("Continue", () => acts.goOn(turn));
+    further.disabled = job() !== null;
+    buttons.append(further);
   }
   if (!working) {
     buttons.append(copyButton(() => turn.text, { "aria-label": turn.role === "user" ? "Copy the message" : "Copy the answer" }));
@@ -126,7 +132,7 @@ export function mark(turn, cycle) {
 export const reveal = (turn, cycle) =>
   drawings.get(turn.id)?.box.querySelector(`[data-cycle="${cycle}"]`)?.scrollIntoView({ block: "nearest" });
 
-// given: what the buttons do: {send(text), regenerate(turn), remove(turn), choose(turn)}
+// given: what the buttons do: {send(text), regenerate(turn), goOn(turn), remove(turn), choose(turn)}
 export function listen(given) {
   acts = given;
 }

@@ -1,5 +1,5 @@
 // The page: its modules, and what the reader does in it. Whatever comes from the server or a reader is shown as text only.
-import { compare, regenerate, send } from "./answers.js";
+import { compare, goOn, regenerate, send } from "./answers.js";
 import * as chats from "./chats.js";
 import * as talk from "./conversation.js";
 import { at } from "./dom.js";
@@ -22,7 +22,7 @@ panel.listen({
   others: () => page.chats.filter((one) => one !== page.open && running.get(one.id)?.turn)
     .map((one) => ({ turn: running.get(one.id).turn, title: one.title, go: () => chats.openChat(one) })),
 });
-log.listen({ send, regenerate, remove: chats.removeTurn, choose: chats.choose });
+log.listen({ send, regenerate, goOn, remove: chats.removeTurn, choose: chats.choose });
 chats.listen();
 form.listen();
 files.listen();

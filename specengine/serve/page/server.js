@@ -44,10 +44,13 @@ export async function* chunks(body, key, signal) {
   const answer = await fetch("v1/chat/completions", { method: "POST", signal, headers, body: JSON.stringify(body) });
   if (!answer.ok) throw await refusal(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  const lost = (error) => {
+    throw error.name === "AbortError" ? error : new Refused("The connection ended in the middle of the answer.");
+  };
   const events = new Events();
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new Refused("The connection ended in the middle of the answer.");
+    const { done, value } = await reader.read().catch(lost);
+    if (done) lost(new Error());
     for (const event of events.push(value)) {
       if (event.data === undefined) {
         yield event;

@@ -11,6 +11,24 @@ export const cycles = new Map(), compared = new Map(); // by turn
 export const cyclesOf = (turn) => cycles.get(turn.id) ?? [];
 export const job = () => running.get(page.open.id) ?? null;
 
+// Hold a lock while this tab writes a turn, so that others tell it from one that was interrupted; returns how to let it go.
+// There are no locks at plain HTTP addresses of other machines.
+export function holdWhileWriting(turn) {
+  let letGo = () => {};
+  const written = new Promise((done) => (letGo = done));
+  navigator.locks?.request(`specengine.${turn.id}`, () => written);
+  return letGo;
+}
+
+// Say of turns whose writer is gone that they were interrupted.
+export async function markInterrupted(conversations) {
+  const held = new Set((await navigator.locks?.query())?.held.map((lock) => lock.name));
+  for (const turn of conversations.flatMap((one) => Object.values(one.turns))) {
+    if (!turn.live || held.has(`specengine.${turn.id}`)) continue;
+    Object.assign(turn, { live: false, cut: true, note: "Interrupted: the page was closed or loaded again." });
+  }
+}
+
 export function say(text, wrong = false, undo = null) {
   page.undone = undo;
   at("status").textContent = text;

@@ -30,6 +30,13 @@ export const isKept = async () => (await opened) !== null;
 export const all = async () => (await within("readonly", (conversations) => conversations.getAll())) ?? [];
 export const get = (id) => within("readonly", (conversations) => conversations.get(id));
 export const save = (conversation) => within("readwrite", (conversations) => void conversations.put(conversation));
+// Both at once, committed without waiting: a page that is being closed gets no answer.
+export const saveWithCycles = (conversation, turn, cycles) =>
+  within("readwrite", (conversations, kept) => {
+    conversations.put(conversation);
+    kept.put(cycles, turn);
+    conversations.transaction.commit();
+  });
 export const saveCycles = (turn, cycles) => within("readwrite", (_, kept) => void kept.put(cycles, turn));
 export const cyclesOf = async (turn) => (await within("readonly", (_, kept) => kept.get(turn))) ?? [];
 
