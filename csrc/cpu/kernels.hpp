@@ -6,6 +6,7 @@
 // they take rows one by one, each sum in an order of its own, so that one row costs a sixteenth of sixteen.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/formats.hpp"
@@ -88,8 +89,9 @@ struct AttendTask {
   const Step* step;      // [steps], ascending slots behind the prefix
   int64_t steps;
   float* scratch;        // attend_floats(...)
-  int64_t* turned;       // chunks of `values` that `chunks` holds: 0 for a head's first task, then set by tasks alone
+  int64_t* turned;       // chunks of keys, or of values, that `chunks` holds: 0 for a head's first task, then set by tasks
   uint16_t* chunks;      // turned_halves(...), kept while tasks of the same head follow
+  bool shares;           // such tasks follow or came before
   const Input* out;      // to channels `channel` and on of `tile`
   int64_t tile, channel;
 };
@@ -173,9 +175,12 @@ inline int64_t scratch_bytes(int64_t blocks, int64_t tiles) {
 
 // Return the scratch memory of an AttendTask.
 inline int64_t attend_floats(int64_t size, int64_t slots, int64_t steps) {
-  return (3 * size + 2 * (slots + 2 * kChunk)) * kRows + (steps + kChunk) * (size + kRows);
+  const int64_t apart = std::max<int64_t>(size, kRows);
+  return (9 * apart + 2 * (slots + 4 * kChunk)) * kRows + (steps + kChunk) * (size + kRows);
 }
-inline int64_t turned_halves(int64_t size, int64_t slots) { return (slots / kChunk + 1) * kChunk * size; }
+inline int64_t turned_halves(int64_t size, int64_t slots, bool half) {
+  return (slots / kChunk + 1) * kChunk * size * (half ? 1 : 2);
+}
 
 // The compiler's own vectors of four, which are always there; isa.hpp lists all.
 const Kernels* portable_kernels();

@@ -609,7 +609,7 @@ class LayerRun {
       task.half = caches[0].half;
       task.size = size;
       task.scratch = mine.floats.reserve(static_cast<size_t>(attend_floats(size, sight.most_slots, sight.most_steps)));
-      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span())));
+      uint16_t* chunks = mine.chunks.reserve(static_cast<size_t>(turned_halves(size, sight.span(), task.half)));
       task.out = &attended;
       int64_t begun = 0, turned = 0, of = -1;  // chunks [begun, turned) of head `of`, of all lanes' heads, stand in `chunks`
       size_t lane = 0;
@@ -625,7 +625,8 @@ class LayerRun {
           of = key;
           int64_t there = turned - base;
           task.turned = &there;
-          task.chunks = chunks + base * kChunk * size;
+          task.chunks = chunks + base * kChunk * size * (task.half ? 1 : 2);
+          task.shares = part.count > 1;
           task.step = sight.steps.data() + group.step;
           attend_group(task, caches[lane], head, group, layer.sinks);
           turned = std::max(turned, base + there);

@@ -7,25 +7,26 @@
 // One over the sum of a lane's weights; where nothing is visible all are 0.
 CPU_INLINE vf share_of(vf sum) { return sum > 0.0f ? 1.0f / sum : (sum == sum ? vf{} : sum); }
 
-constexpr int kQueriesTogether = W == 16 ? 4 : 3;
+// Queries side by side where scores are made, and where values are summed.
+constexpr int kScoredTogether = 6, kSummedTogether = W == 16 ? 4 : 3;
+constexpr int kAcross = W == 16 ? 4 : 2;  // vectors of slots whose scores are made at a time
+constexpr int64_t kBand = 128;            // slots whose keys and values stay in a near cache while queries pass
+static_assert(kBand % (kAcross * W) == 0 && kBand % kChunk == 0 && kChunk % W == 0, "bands are of whole vectors");
 
-// Calls body(constant of count), which is at most kQueriesTogether.
-template <typename Body>
+// Calls body(constant of count), which is at most Most.
+template <int Most, typename Body>
 CPU_INLINE void with_count(int64_t count, const Body& body) {
-  switch (count) {
-    case 1: return body(std::integral_constant<int, 1>{});
-    case 2: return body(std::integral_constant<int, 2>{});
-    case 3: return body(std::integral_constant<int, 3>{});
-    default: return body(std::integral_constant<int, kQueriesTogether>{});
-  }
+  if constexpr (Most > 1)
+    if (count < Most) return with_count<Most - 1>(count, body);
+  body(std::integral_constant<int, Most>{});
 }
 
-// Calls body(first, constant of their number) for some queries at a time.
-template <typename Body>
+// Calls body(first, constant of their number) for at most Most queries at a time.
+template <int Most, typename Body>
 CPU_INLINE void by_queries(int64_t count, const Body& body) {
-  const int64_t parts = (count + kQueriesTogether - 1) / kQueriesTogether, size = (count + parts - 1) / parts;
+  const int64_t parts = (count + Most - 1) / Most, size = (count + parts - 1) / parts;
   for (int64_t q = 0; q < count; q += size)
-    with_count(least(size, count - q), [&](auto some) __attribute__((always_inline)) { body(q, some); });
+    with_count<Most>(least(size, count - q), [&](auto some) __attribute__((always_inline)) { body(q, some); });
 }
 
 // A vector of a row's words, each a channel or, of bfloat16, two: the even one in the low half.
@@ -72,106 +73,132 @@ class Slots {
   mutable uint8_t filled_[W][4 * W];
 };
 
-// Turns `count` keys from `first` on, to [words of a row][Vectors * W slots]; what is behind them is the last one's.
-template <bool Half, int Vectors>
+// Words of kChunk turned keys, [words of a row][kChunk slots]; shorter rows are turned with what fills them up.
+template <bool Half>
+CPU_INLINE int64_t turned_words(int64_t size) {
+  const int64_t words = size / Words<Half>::kEach;
+  return (words < W ? W : words) * kChunk;
+}
+
+// Turns the keys of W slots from `first` on, or the last of `count` again, to [words of a row][kChunk slots].
+template <bool Half>
 static void turn_keys(const Slots<Half>& keys, int64_t first, int64_t count, int64_t size, uint32_t* to) {
   using Of = Words<Half>;
-  constexpr int64_t kStride = Vectors * W;
-  for (int v = 0; v < Vectors; ++v) {
-    const uint8_t* rows[W];
-    for (int i = 0; i < W; ++i) rows[i] = keys[first + least(v * W + i, count - 1)];
-    for (int64_t d = 0; d < size; d += Of::kSpan) {
-      const int64_t from = Of::begin(d, size);
-      vu words[W];
+  const uint8_t* rows[W];
+  for (int i = 0; i < W; ++i) rows[i] = keys[first + least(i, count - 1)];
+  for (int64_t d = 0; d < size; d += Of::kSpan) {
+    const int64_t from = Of::begin(d, size);
+    vu words[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) words[i] = Of::at(rows[i], from);
-      turn(words);
-      uint32_t* at = to + from / Of::kEach * kStride + v * W;
+    for (int i = 0; i < W; ++i) words[i] = Of::at(rows[i], from);
+    turn(words);
+    uint32_t* at = to + from / Of::kEach * kChunk;
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) __builtin_memcpy(at + i * kStride, &words[i], sizeof words[i]);
-    }
+    for (int i = 0; i < W; ++i) __builtin_memcpy(at + i * kChunk, &words[i], sizeof words[i]);
   }
 }
 
-// scores[query][slot], `stride` from query to query, of turned keys. query: [size][16]
+// scores[query][slot] of turned keys, chunks of which are `step` words apart, kBand from query to query. query: [size][16]
 template <bool Half, int Vectors, int Queries>
-static void score(const uint32_t* turned, const float* query, int64_t size, float* scores, int64_t stride) {
+static void score(const uint32_t* turned, int64_t step, const float* query, int64_t size, float* scores) {
   using Of = Words<Half>;
   vf sums[Queries][Vectors] = {};
-  for (int64_t d = 0; d < size; d += Of::kEach, turned += Vectors * W) {
+  for (int64_t d = 0; d < size; d += Of::kEach, turned += kChunk) {
     vu words[Vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) __builtin_memcpy(&words[v], turned + v * W, sizeof words[v]);
+    for (int v = 0; v < Vectors; ++v)
+      __builtin_memcpy(&words[v], turned + v * W / kChunk * step + v * W % kChunk, sizeof words[v]);
 #pragma GCC unroll 2
-    for (int c = 0; c < Of::kEach; ++c)
+    for (int c = 0; c < Of::kEach; ++c) {
+      vf channels[Vectors];
 #pragma GCC unroll 4
+      for (int v = 0; v < Vectors; ++v) channels[v] = Of::channel(words[v], c);
+#pragma GCC unroll 6
       for (int q = 0; q < Queries; ++q) {
         const vf number = set(query[(d + c) * kRows + q]);
 #pragma GCC unroll 4
-        for (int v = 0; v < Vectors; ++v) sums[q][v] = mac(number, Of::channel(words[v], c), sums[q][v]);
+        for (int v = 0; v < Vectors; ++v) sums[q][v] = mac(number, channels[v], sums[q][v]);
       }
+    }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
   for (int q = 0; q < Queries; ++q)
 #pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(scores + q * stride + v * W, sums[q][v]);
+    for (int v = 0; v < Vectors; ++v) store(scores + q * kBand + v * W, sums[q][v]);
 }
 
-// Scores of all slots. turned: for 2 * kRows * size words, and W * 4 * W.
+// Scores of all slots, bands of [16 queries][kBand]. room: for kAcross * W turned keys that no other task wants.
 template <bool Half>
-CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t* turned, float* scores, int64_t stride) {
-  constexpr int kMost = Half ? kQueriesTogether : 2;  // vectors
-  const int64_t all = task.prefix + task.steps;
+CPU_INLINE void score_slots(const AttendTask& task, const float* query, uint32_t* room, float* scores) {
+  const int64_t all = task.prefix + task.steps, size = task.size, step = turned_words<Half>(size);
   const Slots<Half> keys(task, task.keys);
-  int64_t slot = 0;
-  while (slot < all) {
+  auto* kept = reinterpret_cast<uint32_t*>(task.chunks);
+  const int64_t whole = task.shares && size >= Words<Half>::kSpan ? task.prefix / kChunk : 0;
+  for (; *task.turned < whole; ++*task.turned)
+    for (int64_t i = 0; i < kChunk; i += W)
+      turn_keys<Half>(keys, *task.turned * kChunk + i, W, size, kept + *task.turned * step + i);
+  for (int64_t slot = 0; slot < all;) {
+    const bool is_kept = slot < whole * kChunk;
+    const int64_t left = (is_kept ? whole * kChunk : all) - slot;
     const auto run = [&](auto vectors) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(vectors)::value;
-      turn_keys<Half, kVectors>(keys, slot, least(kVectors * W, all - slot), task.size, turned);
-      by_queries(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
-        score<Half, kVectors, decltype(some)::value>(turned, query + q, task.size, scores + q * stride + slot, stride);
+      const uint32_t* from = room;
+      if (is_kept)
+        from = kept + slot / kChunk * step + slot % kChunk;
+      else
+        for (int v = 0; v < kVectors; ++v)
+          turn_keys<Half>(keys, slot + v * W, left - v * W, size, room + v * W / kChunk * step + v * W % kChunk);
+      float* to = scores + slot / kBand * kBand * kRows + slot % kBand;
+      by_queries<kScoredTogether>(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
+        score<Half, kVectors, decltype(some)::value>(from, step, query + q, size, to + q * kBand);
       });
       slot += kVectors * W;
     };
-    if (all - slot > (kMost - 1) * W)
-      run(std::integral_constant<int, kMost>{});
+    // a band ends where one begins
+    if (left > (kAcross - 1) * W && (!is_kept || left >= kAcross * W) && slot % (kAcross * W) == 0)
+      run(std::integral_constant<int, kAcross>{});
     else
       run(std::integral_constant<int, 1>{});
   }
 }
 
-// A query's scores to its weights. Returns its sink's, which is 0 where there is none.
-static float weigh(const AttendTask& task, int64_t query, float* scores) {
-  const int64_t all = task.prefix + task.steps;
-  const auto is_seen = [&](int64_t i) { return task.step[i - task.prefix].lanes >> query & 1; };
-  for (int64_t i = 0; i < task.begins[query]; ++i) scores[i] = -__builtin_inff();
-  for (int64_t i = task.prefix; i < all; ++i)
-    if (!is_seen(i)) scores[i] = -__builtin_inff();
-  for (int64_t i = all; i % W; ++i) scores[i] = -__builtin_inff();
-  vf peaks = set(-3.0e38f);
-  for (int64_t i = 0; i < all; i += W) peaks = greater(peaks, load(scores + i));
-  float peak = peaks[0];
-  for (int i = 1; i < W; ++i) peak = peak > peaks[i] ? peak : peaks[i];
-  const float sink = task.sinks ? task.sinks[(task.first + query) % task.per_row] : 0.0f;
-  if (task.sinks) peak = peak > sink ? peak : sink;
-  for (int64_t i = 0; i < all; i += W) store(scores + i, exponential(load(scores + i) - peak));
-  for (int64_t i = 0; i < task.begins[query]; ++i) scores[i] = 0.0f;
-  for (int64_t i = task.prefix; i < all; ++i)
-    if (!is_seen(i)) scores[i] = 0.0f;
-  return task.sinks ? exponential(set(sink - peak))[0] : 0.0f;
+// Scores of what a query does not see, and of what fills the last vector, to those that weigh nothing; peaks: [W].
+static void find_peaks(const AttendTask& task, int64_t query, int64_t band, float* scores, float* peaks) {
+  const int64_t all = task.prefix + task.steps, end = least(band + kBand, all);
+  const auto hide = [&](int64_t from, int64_t to, const auto& is_hidden) __attribute__((always_inline)) {
+    for (int64_t i = from; i < to; ++i)
+      if (is_hidden(i)) scores[i - band] = -__builtin_inff();
+  };
+  const auto always = [](int64_t) { return true; };
+  hide(band, least(end, task.begins[query]), always);
+  hide(band > task.prefix ? band : task.prefix, end,
+       [&](int64_t i) { return !(task.step[i - task.prefix].lanes >> query & 1); });
+  hide(end, (end + W - 1) / W * W, always);
+  vf most = load(peaks);
+  for (int64_t i = 0; i < end - band; i += W) most = greater(most, load(scores + i));
+  store(peaks, most);
 }
 
-// Sums of Vectors spans of the values' channels from `d` on, to out[channel][16 queries], slot after slot; and in `total`,
-// where wanted, of the weights. What a query does not see is left out, not added as zero. `first`: the first query's lane.
+// Sums of Vectors spans of the values' channels from `d` on over slots [begin, end), slot after slot, added to `sums`,
+// [queries][Vectors][channels of a word][W]; and to `total`, where wanted, of the weights, kBand from query to query. What a
+// query does not see is left out, not added as zero. `first`: the first query's lane.
 template <bool Half, int Vectors, int Queries, bool Total>
-static void add_values(const AttendTask& task, int64_t first, int64_t d, const float* weights, int64_t stride, float* out,
-                       float* total) {
+static void add_values(const AttendTask& task, int64_t first, int64_t d, int64_t begin, int64_t end, const float* weights,
+                       float* sums, float* total) {
   using Of = Words<Half>;
   const Slots<Half> values(task, task.values);
-  const int64_t prefix = task.prefix, all = prefix + task.steps, size = task.size;
+  const int64_t prefix = task.prefix;
   const Step* const step = task.step;
   const int32_t* const begins = task.begins + first;
-  vf sums[Queries][Vectors][Of::kEach] = {}, totals[Queries] = {};
+  vf own[Queries][Vectors][Of::kEach], totals[Queries];
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; ++q) {
+    if (Total) totals[q] = set(total[q]);
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v)
+#pragma GCC unroll 2
+      for (int c = 0; c < Of::kEach; ++c) own[q][v][c] = load(sums + ((q * Vectors + v) * Of::kEach + c) * W);
+  }
   const auto add = [&](int64_t i, const auto& is_seen) __attribute__((always_inline)) {
     const uint8_t* row = values[i];
 #pragma GCC unroll 4
@@ -182,65 +209,99 @@ static void add_values(const AttendTask& task, int64_t first, int64_t d, const f
 #pragma GCC unroll 4
       for (int q = 0; q < Queries; ++q) {
         if (!is_seen(q)) continue;
-        const vf weight = set(weights[q * stride + i]);
+        const vf weight = set(weights[q * kBand + i - begin]);
         if (Total && v == 0) totals[q] = totals[q] + weight;
 #pragma GCC unroll 2
-        for (int c = 0; c < Of::kEach; ++c) sums[q][v][c] = mac(weight, Of::channel(words, c), sums[q][v][c]);
+        for (int c = 0; c < Of::kEach; ++c) own[q][v][c] = mac(weight, Of::channel(words, c), own[q][v][c]);
       }
     }
   };
-  int64_t i = 0;
+  int64_t i = begin;
   const auto is_begun = [&](int q) __attribute__((always_inline)) { return i >= begins[q]; };
   const auto is_member = [&](int q) __attribute__((always_inline)) { return step[i - prefix].lanes >> (first + q) & 1; };
-  for (; i < task.lead; ++i) add(i, is_begun);
-  for (; i < prefix; ++i) add(i, [](int) __attribute__((always_inline)) { return true; });
-  for (; i < all; ++i) add(i, is_member);
-  alignas(64) float found[Queries][Vectors][Of::kEach][W];
+  for (; i < least(task.lead, end); ++i) add(i, is_begun);
+  for (const int64_t common = least(prefix, end); i < common; ++i)
+    add(i, [](int) __attribute__((always_inline)) { return true; });
+  for (; i < end; ++i) add(i, is_member);
 #pragma GCC unroll 4
   for (int q = 0; q < Queries; ++q) {
     if (Total) total[q] = totals[q][0];
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v)
 #pragma GCC unroll 2
-      for (int c = 0; c < Of::kEach; ++c) store(found[q][v][c], sums[q][v][c]);
+      for (int c = 0; c < Of::kEach; ++c) store(sums + ((q * Vectors + v) * Of::kEach + c) * W, own[q][v][c]);
   }
-  const int64_t channels = least(Vectors * Of::kSpan, size - d);
-  for (int64_t i = 0; i < channels; ++i)
-    for (int q = 0; q < Queries; ++q)
-      out[(d + i) * kRows + q] = found[q][i / Of::kSpan][i % Of::kEach][i % Of::kSpan / Of::kEach];
+}
+
+// Calls body(d, place, constant of vectors, constant of whether it is the first) for spans of a head's channels that cover
+// it, from channel d on; what spans sum stands behind that of `place` channels.
+template <bool Half, typename Body>
+CPU_INLINE void by_spans(int64_t size, const Body& body) {
+  using Of = Words<Half>;
+  constexpr std::integral_constant<int, 4 / Of::kEach> kMany{};
+  constexpr std::integral_constant<int, 1> kOne{};
+  constexpr int64_t kChannels = kMany * Of::kSpan;
+  // 16 registers do not hold the weights' sums as well
+  const bool begins_wide = W == 16 && size >= kChannels;
+  if (begins_wide)
+    body(0, 0, kMany, std::true_type{});
+  else
+    body(0, 0, kOne, std::true_type{});
+  int64_t d = begins_wide ? kChannels : Of::kSpan;
+  for (; d + kChannels <= size; d += kChannels) body(d, d, kMany, std::false_type{});
+  for (; d < size; d += Of::kSpan) body(Of::begin(d, size), d, kOne, std::false_type{});
 }
 
 template <bool Half>
 CPU_INLINE void attend_slots(const AttendTask& task) {
   using Of = Words<Half>;
-  const int64_t size = task.size, stride = (task.prefix + task.steps + 4 * W - 1) / (4 * W) * (4 * W);
-  float *query = task.scratch, *sums = query + size * kRows;
-  float* scores = sums + size * kRows;
-  auto* turned = reinterpret_cast<uint32_t*>(scores + kRows * stride);
+  const int64_t size = task.size, all = task.prefix + task.steps, room = (size + Of::kSpan - 1) / Of::kSpan * Of::kSpan;
+  float *query = task.scratch, *found = query + size * kRows, *sums = found + size * kRows;
+  float* scores = sums + room * kRows;
+  auto* turned = reinterpret_cast<uint32_t*>(scores + (all + kBand - 1) / kBand * kBand * kRows);
   gather(task, query);
-  score_slots<Half>(task, query, turned, scores, stride);
-  alignas(64) float sinks[kRows] = {};
-  for (int64_t q = 0; q < task.count; ++q) sinks[q] = weigh(task, q, scores + q * stride);
-  __builtin_memset(sums, 0, static_cast<size_t>(size * kRows) * sizeof(float));
-  alignas(64) float share[kRows] = {};
-  by_queries(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
-    constexpr int kQueries = decltype(some)::value;
-    const float* weights = scores + q * stride;
-    const auto add = [&](int64_t d, auto spans, auto total) __attribute__((always_inline)) {
-      constexpr int kVectors = decltype(spans)::value;
-      add_values<Half, kVectors, kQueries, decltype(total)::value>(task, q, d, weights, stride, sums + q, share + q);
-      return d + kVectors * Of::kSpan;
-    };
-    constexpr std::integral_constant<int, 4 / Of::kEach> kMany{};
-    constexpr std::integral_constant<int, 1> kOne{};
-    constexpr int64_t kChannels = kMany * Of::kSpan;
-    // 16 registers do not hold the weights' sums as well
-    int64_t d = W == 16 && size >= kChannels ? add(0, kMany, std::true_type{}) : add(0, kOne, std::true_type{});
-    while (d + kChannels <= size) d = add(d, kMany, std::false_type{});
-    while (d < size) d = add(Of::begin(d, size), kOne, std::false_type{});
+  score_slots<Half>(task, query, turned, scores);
+  alignas(64) float peaks[kRows][W], peak[kRows], sinks[kRows] = {}, share[kRows] = {};
+  for (auto& lanes : peaks) store(lanes, set(-3.0e38f));
+  for (int64_t band = 0; band < all; band += kBand)
+    for (int64_t q = 0; q < task.count; ++q) find_peaks(task, q, band, scores + band * kRows + q * kBand, peaks[q]);
+  for (int64_t q = 0; q < task.count; ++q) {
+    peak[q] = peaks[q][0];
+    for (const float other : peaks[q]) peak[q] = peak[q] > other ? peak[q] : other;
+    if (!task.sinks) continue;
+    const float sink = task.sinks[(task.first + q) % task.per_row];
+    peak[q] = peak[q] > sink ? peak[q] : sink;
+    sinks[q] = exponential(set(sink - peak[q]))[0];
+  }
+  __builtin_memset(sums, 0, static_cast<size_t>(room * kRows) * sizeof(float));
+  for (int64_t band = 0; band < all; band += kBand) {
+    const int64_t end = least(band + kBand, all);
+    by_queries<kSummedTogether>(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
+      constexpr int kQueries = decltype(some)::value;
+      float* weights = scores + band * kRows + q * kBand;
+      for (int own = 0; own < kQueries; ++own)
+        for (int64_t i = own * kBand; i < own * kBand + end - band; i += W)
+          store(weights + i, exponential_of_least(load(weights + i) - peak[q + own]));
+      by_spans<Half>(size, [&](int64_t d, int64_t place, auto vectors, auto total) __attribute__((always_inline)) {
+        add_values<Half, decltype(vectors)::value, kQueries, decltype(total)::value>(
+            task, q, d, band, end, weights, sums + q * room + place * kQueries, share + q);
+      });
+    });
+  }
+  __builtin_memset(found, 0, static_cast<size_t>(size * kRows) * sizeof(float));
+  by_queries<kSummedTogether>(task.count, [&](int64_t q, auto some) __attribute__((always_inline)) {
+    by_spans<Half>(size, [&](int64_t d, int64_t place, auto vectors, auto) __attribute__((always_inline)) {
+      constexpr int kVectors = decltype(vectors)::value;
+      const int64_t channels = least(kVectors * Of::kSpan, size - d);
+      for (int own = 0; own < some; ++own) {
+        const float* from = sums + q * room + place * some + own * kVectors * Of::kSpan;
+        for (int64_t i = 0; i < channels; ++i)
+          found[(d + i) * kRows + q + own] = from[(i / Of::kSpan * Of::kEach + i % Of::kEach) * W + i % Of::kSpan / Of::kEach];
+      }
+    });
   });
   for (int v = 0; v < V; ++v) store(share + v * W, share_of(load(share + v * W) + load(sinks + v * W)));
-  scatter(task, sums, share);
+  scatter(task, found, share);
 }
 
 static void attend_in_order(const AttendTask& task) {

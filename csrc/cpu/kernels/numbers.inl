@@ -7,12 +7,9 @@ CPU_INLINE vf mac(A a, B b, C c) {
   return fused(spread(a), spread(b), spread(c));
 }
 
-// exp of what is at most 88, a unit in the last place or two off; NaN stays NaN.
-CPU_INLINE vf exponential(vf given) {
-  vf x = greater(given, set(-87.3f));
-  x = x > set(88.0f) ? set(88.0f) : x;
-  const vf magic = set(12582912.0f);
-  const vf n = mac(x, 1.44269504f, magic) - magic;
+// exp of numbers from -87.3 to 88, a unit in the last place or two off; NaN stays NaN.
+CPU_INLINE vf exponential_within(vf x) {
+  const vf magic = set(12582912.0f), shifted = mac(x, 1.44269504f, magic), n = shifted - magic;
   vf r = mac(n, -0.693359375f, x);
   r = mac(n, 2.12194440e-4f, r);
   vf p = set(1.9875691500e-4f);
@@ -22,6 +19,9 @@ CPU_INLINE vf exponential(vf given) {
   p = mac(p, r, 1.6666665459e-1f);
   p = mac(p, r, 5.0000001201e-1f);
   p = mac(p, r * r, r) + 1.0f;
-  const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-  return given == given ? p * (vf)power : given;
+  return p * as_floats((as_bits(shifted) << 23) + 0x3F800000u);  // by 2^n, whose n ends the bits of `shifted`
 }
+
+// The same of what is at most 88, and of any number, with larger ones as 88 and smaller ones as -87.3.
+CPU_INLINE vf exponential_of_least(vf x) { return exponential_within(greater(set(-87.3f), x)); }
+CPU_INLINE vf exponential(vf x) { return exponential_of_least(x > set(88.0f) ? set(88.0f) : x); }

@@ -1,8 +1,20 @@
-// Attention of each table against double precision; what a lane does not see leaves no trace in it.
+// Attention of each table against double precision; what a lane does not see leaves no trace in it. And its order: a query
+// has the same bits alone as beside others, and with integer numerics those of sums of single numbers one after the other.
+#include <type_traits>
+
+#include "cpu/isa_region.hpp"
 #include "tests/cpu/packed.hpp"
 
 namespace cpu_test {
 namespace {
+
+namespace four_lanes {
+using cpu::kRows;
+#include "cpu/kernels/lanes_4.inl"
+#include "cpu/kernels/fused_by_doubles.inl"
+CPU_INLINE vf fused(vf a, vf b, vf c) { return fused_by_doubles(a, b, c); }
+#include "cpu/kernels/numbers.inl"
+}  // namespace four_lanes
 
 constexpr int64_t kLanes = cpu::kRows;
 
@@ -37,18 +49,60 @@ class Attention {
 
   // [lane][size]; what the task may not write is looked at too, and the task run a second time.
   std::vector<std::vector<float>> run(const cpu::Kernels& kernels) const {
-    const int64_t end = steps_.empty() ? given_.prefix : steps_.back().slot + 1;
-    const auto steps = static_cast<int64_t>(steps_.size());
+    return run(kernels, given_.first, given_.count, begins_, steps_, true);
+  }
+
+  // A lane's query as the only one, of which nothing is kept for others.
+  std::vector<float> alone(const cpu::Kernels& kernels, int64_t lane) const {
+    std::vector<cpu::Step> steps = steps_;
+    for (cpu::Step& step : steps)
+      for (uint16_t* lanes : {&step.lanes, &step.odd, &step.last}) *lanes = static_cast<uint16_t>(*lanes >> lane & 1);
+    int32_t begins[kLanes] = {begins_[lane]};
+    return run(kernels, given_.first + lane, 1, begins, steps, false)[0];
+  }
+
+  // Sums of single numbers, each in the order of slots or channels.
+  std::vector<float> in_order(int64_t lane) const {
+    const int64_t query = given_.first + lane, row = query / given_.per_row, head = query % given_.per_row;
+    std::vector<float> weights, out(static_cast<size_t>(given_.size), 0.0f);
+    std::vector<int64_t> seen;
+    float peak = -3.0e38f, total = 0.0f;
+    for (int64_t s = 0; s < slots(); ++s) {
+      if (!sees(lane, s)) continue;
+      float score = 0.0f;
+      for (int64_t d = 0; d < given_.size; ++d) {
+        const float number = queries_[(head * given_.size + d) * kLanes + row] * scale();
+        score = std::fma(number, static_cast<float>(at(keys, s, d)), score);
+      }
+      seen.push_back(s), weights.push_back(score);
+      peak = std::max(peak, score);
+    }
+    for (size_t i = 0; i < seen.size(); ++i) {
+      const float weight = four_lanes::exponential(four_lanes::set(weights[i] - peak))[0];
+      total += weight;
+      for (int64_t d = 0; d < given_.size; ++d) {
+        float& sum = out[static_cast<size_t>(d)];
+        sum = std::fma(weight, static_cast<float>(at(values, seen[i], d)), sum);
+      }
+    }
+    for (float& sum : out) sum *= total > 0.0f ? 1.0f / total : 0.0f;
+    return out;
+  }
+
+  std::vector<std::vector<float>> run(const cpu::Kernels& kernels, int64_t first, int64_t count, const int32_t* begins,
+                                      const std::vector<cpu::Step>& steps_of, bool shares) const {
+    const int64_t end = steps_of.empty() ? given_.prefix : steps_of.back().slot + 1;
+    const auto steps = static_cast<int64_t>(steps_of.size());
     const Guarded<float> scratch(cpu::attend_floats(given_.size, end, steps));
-    const Guarded<uint16_t> chunks(cpu::turned_halves(given_.size, end));
+    const Guarded<uint16_t> chunks(cpu::turned_halves(given_.size, end, given_.half));
     cpu::AttendTask task{};
     int64_t turned = 0;
     task.queries = queries_.data(), task.scale = scale();
-    task.per_row = given_.per_row, task.first = given_.first, task.count = given_.count;
+    task.per_row = given_.per_row, task.first = first, task.count = count, task.shares = shares;
     task.keys = keys_.data(), task.values = values_.data(), task.half = given_.half;
-    task.begins = begins_, task.lead = *std::max_element(begins_, begins_ + kLanes);
+    task.begins = begins, task.lead = *std::max_element(begins, begins + kLanes);
     task.size = given_.size, task.prefix = given_.prefix, task.slots = end;
-    task.step = steps_.data(), task.steps = steps;
+    task.step = steps_of.data(), task.steps = steps;
     task.scratch = scratch.data(), task.turned = &turned, task.chunks = chunks.data();
     const auto once = attend(kernels, task), twice = attend(kernels, task);
     for (size_t lane = 0; lane < once.size(); ++lane)
@@ -127,7 +181,7 @@ class Attention {
     task.out = &out, task.tile = 1, task.channel = given_.per_row * given_.size;
     Begun begun(kernels);
     kernels.attend(task);
-    std::vector<std::vector<float>> found(static_cast<size_t>(given_.count));
+    std::vector<std::vector<float>> found(static_cast<size_t>(task.count));
     int64_t others = 0;
     for (int64_t c = 0; c < channels; ++c)
       for (int64_t row = 0; row < kLanes; ++row) {
@@ -136,8 +190,8 @@ class Attention {
           const uint32_t pair = out.pairs(1)[c / 2 * kLanes + row];
           value = cpu::from_bf16(static_cast<uint16_t>(c % 2 ? pair >> 16 : pair));
         }
-        const int64_t channel = c - task.channel, lane = row * given_.per_row + channel / given_.size - given_.first;
-        if (channel >= 0 && channel < task.channel && lane >= 0 && lane < given_.count)
+        const int64_t channel = c - task.channel, lane = row * given_.per_row + channel / given_.size - task.first;
+        if (channel >= 0 && channel < task.channel && lane >= 0 && lane < task.count)
           found[static_cast<size_t>(lane)].push_back(value);
         else
           others += !std::isnan(value);
@@ -183,6 +237,17 @@ void test_case(const cpu::Kernels& kernels, const Case& given) {
   }
 }
 
+void test_order_of(const cpu::Kernels& kernels, const Case& given) {
+  const Attention attention(given);
+  const auto out = attention.run(kernels);
+  for (int64_t lane = 0; lane < given.count; ++lane) {
+    const auto& got = out[static_cast<size_t>(lane)];
+    expect(same_bits(got, attention.alone(kernels, lane)), kernels, "a query alone", given.size);
+    if (std::string(kernels.numerics) == cpu::kInteger)
+      expect(same_bits(got, attention.in_order(lane)), kernels, "a query's sums in order", given.size);
+  }
+}
+
 }  // namespace
 
 void test_attend() {
@@ -196,6 +261,14 @@ void test_attend() {
             for (const bool windows : {false, true})
               test_case(*kernels, {size, prefix, rest, half, per_row, first, std::min(1 + below(16), queries - first), windows});
           }
+  // slots and queries pass in blocks of several sizes
+  for (const cpu::Kernels* kernels : every_table())
+    for (const int64_t size : {18, 64, 80, 96, 128, 256})
+      for (const bool half : {false, true}) {
+        const int64_t prefix = 32 * below(12) + below(3), rest = below(40), count = 1 + below(16), per_row = 1 + below(8);
+        const int64_t first = below(per_row * kLanes - count + 1);
+        if (prefix + rest > 0) test_order_of(*kernels, {size, prefix, rest, half, per_row, first, count, below(2) == 1});
+      }
 }
 
 }  // namespace cpu_test

@@ -136,7 +136,7 @@ void attend(const cpu::Kernels& kernels, Draws& draws, Bits& bits, int64_t size,
   if (windows)
     for (int64_t lane = 0; lane < count; ++lane) begins[static_cast<size_t>(lane)] = static_cast<int32_t>(lane * first / kLanes);
   const Guarded<float> scratch(cpu::attend_floats(size, end, static_cast<int64_t>(steps.size())));
-  const Guarded<uint16_t> chunks(cpu::turned_halves(size, end));
+  const Guarded<uint16_t> chunks(cpu::turned_halves(size, end, half));
   const States out(kernels, kPerRow * size, rows);
   int64_t turned = 0;
   cpu::AttendTask task{};
