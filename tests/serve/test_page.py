@@ -401,7 +401,7 @@ KEPT = """() => new Promise(done => {
         kept.getAll().onsuccess = event => {
             asked.result.close();
             const turns = event.target.result.flatMap(one => Object.values(one.turns));
-            done(turns.findLast(turn => turn.role === 'assistant'));
+            done(turns.findLast(turn => turn.role === 'assistant') ?? null);
         };
     };
 })"""
@@ -519,6 +519,37 @@ def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(
         page.click("#undo")
         assert titles.all_text_contents() == ["Renamed", "First question"]
         assert page.locator(".turn").count() == 4
+        assert not seen.complaints
+
+
+@in_a_browser
+@pytest.mark.parametrize("answering", [False, True])
+def test_a_chat_deleted_in_one_tab_is_gone_in_all(chromium: Any, answering: bool) -> None:
+    gate = Gate()
+    with served(lambda: gate.engine) as server, browsed(chromium, server) as seen:
+        seen.limit(12)
+        seen.ask("Hello", wait=False)
+        if answering:
+            until(lambda: gate.passed > 0)
+        else:
+            gate.open.set()
+            seen.done()
+        with seen.page.context.new_page() as other:
+            other.goto(server.address)
+            other.wait_for_selector(".turn")
+            other.click("#open-chats")
+            other.click("#list button:has-text('Rename')")
+            other.keyboard.type("Renamed")
+            other.keyboard.press("Enter")
+            seen.page.click("#open-chats")
+            seen.page.wait_for_selector("#list .title:has-text('Renamed')")
+            other.click("#list button:has-text('Delete')")
+            seen.page.wait_for_selector("#status:has-text('“Renamed” was deleted in another tab.')")
+            gate.open.set()
+            assert seen.page.locator(".turn").count() == 0
+            seen.page.wait_for_timeout(1200)  # longer than an answer takes to be kept again
+            assert seen.page.evaluate(KEPT) is None
+            assert seen.page.locator("#list li").count() == 0
         assert not seen.complaints
 
 

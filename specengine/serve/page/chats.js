@@ -19,14 +19,28 @@ const tabs = new BroadcastChannel("specengine.chats");
 const tellOthers = (conversation, saved) => saved.then(() => tabs.postMessage(conversation.id)).catch(cannotKeep);
 
 tabs.addEventListener("message", async ({ data: id }) => {
-  const found = await store.get(id).catch(() => undefined);
-  if (running.has(id)) return;
+  let found;
+  try {
+    found = await store.get(id);
+  } catch {
+    return; // nothing is known of it
+  }
+  const answering = running.get(id), here = page.chats.find((one) => one.id === id);
+  if (answering && found) {
+    if (here) Object.assign(here, { title: found.title, named: found.named });
+    return drawList();
+  }
+  answering?.control.abort(); // it is deleted: nothing writes it back
   page.chats = page.chats.filter((one) => one.id !== id);
   if (found) page.chats.push(found);
   page.chats.sort((left, right) => right.changed - left.changed);
   for (const turn of Object.keys(found?.turns ?? {})) if (!cycles.get(turn)?.length) cycles.delete(turn);
   if (found && page.open.id === id && !at("log").querySelector(".edited")) openChat(found);
   else drawList();
+  if (!found && here && page.open.id === id) {
+    begin();
+    say(`“${here.title}” was deleted in another tab.`);
+  }
 });
 
 export function cannotKeep() {
