@@ -212,6 +212,8 @@ def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Se
         seen.ask("Hello there")
         cycles = streamed(server, seen.bodies[0])
         assert seen.slider == {"min": 1, "max": len(cycles), "now": len(cycles)}
+        assert len(seen.nodes()) == len(cycles[-1].kept) + 1, "pruned nodes wait for their switch"
+        seen.page.check("#pruned")
         seen.page.focus("#cycle")
         seen.page.keyboard.press("Home")
         for cycle in cycles:
@@ -344,6 +346,8 @@ def test_a_conversation_by_keyboard(chromium: Any, server: Served) -> None:
             "assistant",
             "user",
         ]
+        seen.page.check("#pruned")
+        seen.page.focus("#message")
         for wanted in ("send", "previous", "cycle"):
             for _ in range(4):
                 if seen.page.evaluate(focused) == wanted:
@@ -356,6 +360,8 @@ def test_a_conversation_by_keyboard(chromium: Any, server: Served) -> None:
                 assert seen.slider["now"] == before - 1
         seen.page.keyboard.press("Home")
         assert seen.slider["now"] == 1
+        seen.page.keyboard.press("Tab")
+        assert seen.page.evaluate("document.activeElement.textContent") == "What am I seeing?"
         seen.page.keyboard.press("Tab")
         chosen = "document.activeElement.dataset.node"
         assert seen.page.evaluate(chosen) == "own"
@@ -698,6 +704,22 @@ def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> N
             seen.page.locator("#trees").bounding_box()["y"]
             > seen.page.locator("#composer").bounding_box()["y"]
         )
+        seen.page.click("#new")
+        seen.ask("Hello")
+        probability = seen.page.locator("#node div:nth-of-type(2)").bounding_box()
+        origin = seen.page.locator("#node div:nth-of-type(3)").bounding_box()
+        within = seen.page.locator("#node div:nth-of-type(2) dd").evaluate(
+            "one => one.scrollWidth <= one.clientWidth"
+        )
+        assert within
+        assert origin["y"] >= probability["y"] + probability["height"], "they stand in two rows"
+        stage = seen.page.locator("#stage").bounding_box()
+        node = seen.page.locator("#node").bounding_box()
+        assert node["y"] >= stage["y"] + stage["height"], "the node's words are below the tree"
+        assert seen.page.is_hidden("#what p")
+        seen.page.click("#what summary")
+        assert seen.page.text_content("#what p").count(". ") + 1 == 4
+        assert seen.page.evaluate(wide) == SMALL["width"]
         seen.page.click("#open-settings")
         assert seen.page.evaluate(wide) == SMALL["width"]
 

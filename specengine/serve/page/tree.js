@@ -25,6 +25,7 @@ export const SHAPES = { // around 0 0
   own: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
 };
 const LETTER = 7.25, MARK = 15, GAP = 26, ROW = 21, MOST_ROW = 30, LONGEST = 16; // pixels, and letters of a label
+const LEAST_SCALE = 0.75; // of a tree that is fitted to its panel: smaller letters cannot be read
 const SMALL = { step: 16, row: 7 };
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\uff00-\uff60]|\p{Extended_Pictographic}/u;
 
@@ -120,15 +121,18 @@ export function draw(record, growing) {
     return definitions(at("node"), []);
   }
   const { order, width, height } = layOut(treeOf(record)[0], at("pruned").checked, at("stage").clientHeight);
-  svg.setAttribute("width", width);
-  svg.setAttribute("height", height);
+  const stage = at("stage"), fit = Math.min(stage.clientWidth / width, stage.clientHeight / height);
+  const scale = Math.min(1, Math.max(LEAST_SCALE, fit));
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("width", Math.floor(width * scale));
+  svg.setAttribute("height", Math.floor(height * scale));
   nodes = order;
   for (const node of order.slice(1)) svg.append((node.edge = edge(node)));
   order.forEach((node, index) => svg.append((node.drawing = box(node, index))));
-  const end = order.findIndex((node) => node.fate === "own"), stage = at("stage");
+  const end = order.findIndex((node) => node.fate === "own");
   choose(end, hadFocus);
-  stage.scrollLeft = Math.max(0, order[end].x + order[end].width + 40 - stage.clientWidth);
-  stage.scrollTop = Math.max(0, order[end].y - stage.clientHeight / 2);
+  stage.scrollLeft = Math.max(0, scale * (order[end].x + order[end].width + 40) - stage.clientWidth);
+  stage.scrollTop = Math.max(0, scale * order[end].y - stage.clientHeight / 2);
 }
 
 function edge({ parent, x, y, p, fate, depth }) {
@@ -182,7 +186,7 @@ function describe(node) {
     ["Token", visible(node.text) || "(no text)", `id ${node.token}`, "token"],
     ["Probability", known(node) ? percent(node.p) : "–", known(node) ? `of the path ${percent(node.path)}` : ""],
     ["Origin", known(node) ? ORIGINS[node.origin] : node.fate === "own" ? "the model" : "–"],
-    ["Fate", fateOf(node)],
+    ["Outcome", fateOf(node)],
   ]);
 }
 
