@@ -237,7 +237,7 @@ def rows(*files: str) -> str:
         for r in records(file)
         if r["record"] == "rows" and r["engine"] != "reading"
     ]
-    counts = list(found[0][1]["ms"])[1:]
+    counts = [count for count in found[0][1]["ms"] if count not in ("1", "2", "32")]
     body = [
         [
             *(

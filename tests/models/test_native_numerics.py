@@ -539,6 +539,7 @@ def test_the_default_models_answers_are_the_same_on_every_set_and_those_of_plain
         with forced(name):
             engine = Engine.from_pretrained(policy="chain", numerics="integer")
         assert f"({name}, integer, " in engine.target.backend
+        texts = TEXTS[:3] if name == "portable" else TEXTS  # the slowest by far
         ways = (
             (engine, Engine(engine.target, None, None, engine.tokenizer))
             if name == SETS[0]
@@ -547,8 +548,9 @@ def test_the_default_models_answers_are_the_same_on_every_set_and_those_of_plain
         for number, way in enumerate(ways):
             found[f"{name} {number}"] = [
                 way.generate(text, max_new_tokens=12, raw=True, **HOW[how]).token_ids
-                for text in TEXTS
+                for text in texts
                 for how in ("greedy", "sampled")
             ]
     first = found[f"{SETS[0]} 0"]
-    assert {name: answers == first for name, answers in found.items()} == dict.fromkeys(found, True)
+    same = {name: answers == first[: len(answers)] for name, answers in found.items()}
+    assert same == dict.fromkeys(found, True)
