@@ -237,6 +237,29 @@ def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Se
         assert not seen.elsewhere
 
 
+@in_a_browser
+def test_a_tree_that_ends_with_a_drafted_end_token_is_drawn(chromium: Any, server: Served) -> None:
+    """Such a cycle commits no token of the model's own."""
+    record = {
+        "tokens": [5, 6, 7, 8],
+        "texts": ["a", "b", "</s>", "c"],
+        "probabilities": [1, 0.5, 0.4, 0.1],
+        "path_probabilities": [1, 0.5, 0.2, 0.1],
+        "parents": [-1, 0, 1, 0],
+        "kept": [0, 1, 2, 3],
+        "accepted": [0, 1, 2],
+        "committed": [6, 7],
+        "committed_texts": ["b", "</s>"],
+    }
+    with browsed(chromium, server) as seen:
+        seen.page.evaluate(
+            "async (record) => (await import('/page/tree.js')).draw(record, false)", record
+        )
+        assert set(seen.nodes()) == {"0", "1", "2", "3"}
+        assert seen.page.get_attribute("#tree .node.chosen", "data-node") == "2"
+        assert not seen.complaints
+
+
 def force(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the server answer every request with this text."""
     options = preparing._options

@@ -78,6 +78,9 @@ export function rowsOf(root, withPruned) {
   return { order, rows };
 }
 
+// Where the cycle ends: the model's own token, or the drafted end token that is the last accepted node.
+export const endOf = (order) => order.findLastIndex((node) => node.fate !== "rejected" && node.fate !== "pruned");
+
 function layOut(root, withPruned, space) {
   const { order, rows } = rowsOf(root, withPruned), widths = [], lefts = [];
   for (const node of order) {
@@ -129,7 +132,7 @@ export function draw(record, growing) {
   nodes = order;
   for (const node of order.slice(1)) svg.append((node.edge = edge(node)));
   order.forEach((node, index) => svg.append((node.drawing = box(node, index))));
-  const end = order.findIndex((node) => node.fate === "own");
+  const end = endOf(order);
   choose(end, hadFocus);
   stage.scrollLeft = Math.max(0, scale * (order[end].x + order[end].width + 40) - stage.clientWidth);
   stage.scrollTop = Math.max(0, scale * order[end].y - stage.clientHeight / 2);
