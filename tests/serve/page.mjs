@@ -32,6 +32,13 @@ test("inside a line", () => {
   assert.equal(children.map(said).join(""), "a b c d*e* f g_h_i *j* <b>k</b>");
 });
 
+test("formulas, and what is none", () => {
+  const found = (source) => parse(source).flatMap((block) => block.children).filter((node) => node.kind === "formula").map(({ tex, display }) => [tex, display]);
+  assert.deepEqual(found("a $x^2$, $$y$$ \\(z\\) \\[w\\]"), [["x^2", false], ["y", true], ["z", false], ["w", true]]);
+  assert.deepEqual(found("$$\na\n- b\n+ c\n$$"), [["\na\n- b\n+ c\n", true]]);
+  for (const none of ["$5 and $10", "costs $5.", "$5-$10", "`$x$`", "\\$x$", "$ x$", "$x $", "$x", "$$x", "\\(x", "\\[x"]) assert.deepEqual(found(none), [], none);
+});
+
 test("links go to the web alone", () => {
   const urls = (source) => parse(source)[0].children.filter((node) => node.kind === "link").map((node) => node.url);
   assert.deepEqual(urls("[a](https://b.c/d_(e)) ![f](http://g) https://h.i/j."), ["https://b.c/d_(e)", "http://g", "https://h.i/j"]);
@@ -41,7 +48,7 @@ test("links go to the web alone", () => {
 test("leaves stand in the source, in order, whatever it is", () => {
   let seed = 7;
   const next = (most) => (seed = (seed * 48271) % 2147483647) % most;
-  const parts = ["*", "**", "_", "`", "```", "~~", "\n", "\n\n", "- ", "1. ", "> ", "# ", "|", "---", "[a](https://b)", "](", "\\", " ", "    ", "word", "é", "😀", "<b>"];
+  const parts = ["*", "**", "_", "`", "```", "~~", "\n", "\n\n", "- ", "1. ", "> ", "# ", "|", "---", "[a](https://b)", "](", "\\", "$", "$$", "\\[", "\\]", " ", "    ", "word", "é", "😀", "<b>"];
   for (let round = 0; round < 3000; round += 1) {
     const source = Array.from({ length: 1 + next(25) }, () => parts[next(parts.length)]).join("");
     let end = 0;
@@ -57,7 +64,7 @@ test("leaves stand in the source, in order, whatever it is", () => {
 
 test("long texts take no long time", () => {
   const began = performance.now();
-  for (const part of ["*a ", "[", "](a", "> ", "- ", "**a** ", "`` ` ", "*a_", "- a\n", "[a](<"]) parse(part.repeat(4000));
+  for (const part of ["*a ", "[", "](a", "> ", "- ", "**a** ", "`` ` ", "*a_", "- a\n", "[a](<", "$a", "$$", "$$a\n", "\\[a", "\\[a\n"]) parse(part.repeat(4000));
   assert.ok(performance.now() - began < 5000);
 });
 

@@ -50,7 +50,9 @@ def test_it_is_served_with_strict_headers(server: Served) -> None:
         for path in PATHS
         for name in re.findall(r' from "\./([^"]+)"', server.client.get(path).text)
     }
-    assert links | {f"/page/{name}" for name in imported} == set(PATHS)
+    loaded = re.findall(r'src: "(page/[^"]+)"', server.client.get("/page/formulas.js").text)
+    assert loaded == ["page/katex.min.js"]
+    assert links | {f"/page/{name}" for name in imported} | {f"/{loaded[0]}"} == set(PATHS)
     for path in PATHS:
         answer = server.client.get(path)
         assert answer.status_code == 200
@@ -64,7 +66,9 @@ def test_it_is_served_with_strict_headers(server: Served) -> None:
         assert set(parts.values()) == {"'self'"}
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
-        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
+        assert not re.search(
+            r"https?://(?!www\.w3\.org/(?:2000/svg|1998/Math/MathML)\b)", answer.text
+        )
     assert server.client.get("/page/else.js").status_code == 404
 
 
@@ -288,6 +292,55 @@ def test_text_that_would_be_markup_is_text(chromium: Any, monkeypatch: pytest.Mo
             seen.page.keyboard.press("ArrowRight")
         assert {"<", "\\u{7}"} <= labels
         assert seen.page.title() == "specengine"
+        assert not seen.complaints
+
+
+FORMULAS = r"""$5 and $10, costs $5. But $E = mc^2$ and \(a < b\).
+
+$$
+x
+- \frac{1}{2}
+$$
+
+\[\sum_i y_i\] and `$code$` and $unfinished{$ and \[open
+
+```tex
+$z$
+```
+
+$\href{javascript:f()}{u}$ $\htmlData{a=b}{v}$ $\includegraphics{http://e.t/w}$ $\def\a{\a\a}\a$
+"""
+
+
+@in_a_browser
+def test_formulas_are_set_and_money_is_not(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(FORMULAS, monkeypatch)
+    with served(lambda: tiny_engine(draft="ngram")) as server, browsed(chromium, server) as seen:
+        seen.limit(len(FORMULAS.encode()))
+        seen.ask("Hello")
+        seen.page.wait_for_selector(".text math")
+        text = seen.page.locator(".turn.assistant .text")
+        sources = text.locator("annotation").all_text_contents()
+        assert [source.strip() for source in sources[:4]] == [
+            "E = mc^2",
+            "a < b",
+            "x\n- \\frac{1}{2}",
+            "\\sum_i y_i",
+        ]
+        assert text.locator("math[display=block]").count() == 2
+        assert text.locator(".piece math").count() == text.locator("math").count() > 4
+        said = text.text_content()
+        for source in (
+            "$5 and $10, costs $5. But ",
+            "$code$",
+            "$unfinished{$ and [open",
+            "$z$",
+            r"$\def\a{\a\a}\a$",
+        ):
+            assert source in said
+        assert text.locator("a, img, [href], [src], [data-a]").count() == 0
+        assert seen.page.locator("script[src$='katex.min.js']").count() == 1
+        assert not seen.elsewhere
         assert not seen.complaints
 
 

@@ -1,6 +1,8 @@
 // Markdown as models write it. `parse` makes plain objects whose leaves {text, at} know their place in the source,
 // `Rendering` makes elements of them. HTML in a text is text. Images are links: nothing is fetched.
+import { typeset } from "./formulas.js";
 
+const MOST_LINES = 100; // of a formula
 const DEEPEST = 24; // blocks, and marks that wait for their end
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const HEADING = /^( {0,3}#{1,6})(?:[ \t]+(.*))?$/;
@@ -128,25 +130,55 @@ function table(lines, i) {
   return [{ kind: "table", sides, head: made[0], rows: made.slice(1) }, i];
 }
 
+// The line where a formula ends that begins line i, or i.
+function formulaEnd(lines, i) {
+  const [all, opening] = lines[i].text.match(/^\s*(\$\$|\\\[)/) ?? [];
+  if (!opening) return i;
+  const closing = opening === "$$" ? "$$" : "\\]";
+  for (let end = i; end < Math.min(lines.length, i + MOST_LINES) && !blank(lines[end]); end += 1) {
+    if (lines[end].text.includes(closing, end === i ? all.length : 0)) return end;
+  }
+  return i;
+}
+
 function paragraph(lines, i) {
   const inside = [];
+  let through = i; // the last line of a formula, in which - and + begin no list
   do {
     const spaces = Math.min(indent(lines[i]), 3);
     inside.push(rest(lines[i], spaces));
+    through = Math.max(through, formulaEnd(lines, i));
     i += 1;
-  } while (i < lines.length && !blank(lines[i]) && !begins(lines[i]) && !isTable(lines, i));
+  } while (i < lines.length && !blank(lines[i]) && (i <= through || (!begins(lines[i]) && !isTable(lines, i))));
   return [{ kind: "paragraph", children: inline(inside) }, i];
 }
 
 // ---- inside a block
 
-const SPECIAL = /[\\`*_~[\]!h]/g;
+const SPECIAL = /[\\`*_~[\]!h$]/g;
 const ADDRESS = /https?:\/\/[^\s<>"'`|]+/y;
 const TARGET = /\(\s*<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?:\s+"[^"]*")?\s*\)/y;
 const LETTER = /[\p{L}\p{N}]/u;
+const FORMULAS = [ // of one line or more, none of them blank; a $ before a space, or before a digit at the end, is money
+  /\$\$((?:[^$\\`]|\\[^])+?)\$\$/y,
+  /\$(?![\s$])((?:[^$\\\n`]|\\.)+?)(?<!\s)\$(?![\d$])/y,
+  /\\\[((?:[^\\]|\\[^\]])+?)\\\]/y,
+  /\\\(((?:[^\\]|\\[^)])+?)\\\)/y,
+];
+const LONGEST_FORMULA = 5000; // letters
 const isSpace = (letter) => letter === undefined || /\s/.test(letter);
 
-// Nodes {kind: strong, em, del, code or link, children} and leaves, of lines that stand one below the other.
+// The formula that begins at a place of a text: its length, and its inside.
+function formulaAt(text, place) {
+  for (const form of FORMULAS) {
+    form.lastIndex = place;
+    const found = form.exec(text.length > place + LONGEST_FORMULA ? text.slice(0, place + LONGEST_FORMULA) : text);
+    if (found) return { length: found[0].length, tex: found[1], display: /^(?:\$\$|\\\[)/.test(found[0]) };
+  }
+  return null;
+}
+
+// Nodes {kind: strong, em, del, code, formula or link, children} and leaves, of lines that stand one below the other.
 function inline(lines) {
   const text = lines.map((line) => line.text).join("\n");
   const nodes = [], open = []; // open: marks {mark, count, place} that wait for their end
@@ -165,8 +197,11 @@ function inline(lines) {
     say(i, next);
     if (!found) break;
     i = next;
-    const letter = text[i];
-    if (letter === "\\" && /[!-/:-@[-`{-~]/.test(text[i + 1] ?? "")) {
+    const letter = text[i], formula = letter === "$" || letter === "\\" ? formulaAt(text, i) : null;
+    if (formula) {
+      nodes.push({ kind: "formula", ...formula, children: [{ kind: "text", from: i, to: i + formula.length }] });
+      i += formula.length;
+    } else if (letter === "\\" && /[!-/:-@[-`{-~]/.test(text[i + 1] ?? "")) {
       nodes.push({ kind: "text", from: i + 1, to: i + 2, mark: true });
       i += 2;
     } else if (letter === "`") {
@@ -277,7 +312,7 @@ function placed(node, lines, starts) {
 
 // Text follows its own direction; so do lists, quotes and tables, by their first letter outside of code.
 const RIGHT_TO_LEFT = /^[\p{Script=Arabic}\p{Script=Hebrew}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}\p{Script=Samaritan}\p{Script=Mandaic}\p{Script=Adlam}\p{Script=Hanifi_Rohingya}]/u;
-const wordsOf = (node) => (node.kind === "code" ? "" : node.text ?? [node.children, node.items, node.head, node.rows].flat(Infinity).filter(Boolean).map(wordsOf).join(""));
+const wordsOf = (node) => (node.kind === "code" || node.kind === "formula" ? "" : node.text ?? [node.children, node.items, node.head, node.rows].flat(Infinity).filter(Boolean).map(wordsOf).join(""));
 
 export function directionOf(nodes) {
   const [letter = ""] = wordsOf({ children: nodes }).match(/\p{L}/u) ?? [];
@@ -363,10 +398,18 @@ export class Rendering {
     return box;
   }
 
+  formula({ tex, display, children }) {
+    const made = Object.assign(document.createElement("span"), { className: display ? "formula display" : "formula", dir: "ltr" });
+    this.filled(made, children);
+    typeset(made, tex, display);
+    return made;
+  }
+
   filled(parent, nodes) {
     for (const node of nodes) {
       if (node.kind === undefined) this.leaf(node, parent);
       else if (node.kind === "link") parent.append(this.filled(link(node.url), node.children));
+      else if (node.kind === "formula") parent.append(this.formula(node));
       else parent.append(this.filled(inlined(node.kind), node.children));
     }
     return parent;
