@@ -765,6 +765,27 @@ def test_two_answers_at_once_each_have_their_tree(chromium: Any) -> None:
 
 
 @in_a_browser
+def test_it_tells_how_long_a_prompt_is_read_but_not_how_long_it_waits(chromium: Any) -> None:
+    gate = Gate()
+    with served(lambda: gate.engine) as server, browsed(chromium, server) as seen:
+        seen.limit(4)
+        seen.ask("the first", wait=False)
+        seen.page.wait_for_selector(
+            "#status:text-matches('^Reading the prompt, [2-9] s$')", timeout=20_000
+        )
+        assert seen.page.text_content("#status [aria-hidden=true]").endswith(" s")
+        seen.page.click("#new")
+        seen.ask("the second", wait=False)
+        seen.page.wait_for_selector("#status:has-text('In the queue: 1 before you')")
+        seen.page.wait_for_timeout(2500)
+        assert seen.page.text_content("#status") == "In the queue: 1 before you"
+        gate.open.set()
+        seen.done()
+        assert "Reading" not in seen.page.text_content("#status")
+        assert not seen.complaints
+
+
+@in_a_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> None:
     with browsed(chromium, server, viewport=SMALL, color_scheme=scheme) as seen:

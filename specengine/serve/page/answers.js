@@ -1,7 +1,7 @@
 // Answers: what is sent, what comes of it, and the same once more without trees.
 import { cannotKeep, drawList, forget, keep, openChat, showWork } from "./chats.js";
 import * as talk from "./conversation.js";
-import { at } from "./dom.js";
+import { at, element } from "./dom.js";
 import * as figures from "./figures.js";
 import { askForKey, meet, values } from "./form.js";
 import { drawFoot, drawLog, drawText, mark } from "./log.js";
@@ -10,6 +10,8 @@ import * as server from "./server.js";
 import * as settings from "./settings.js";
 import { compared, cycles, cyclesOf, holdWhileWriting, job, page, running, say, sayOf } from "./state.js";
 import * as store from "./store.js";
+
+const READING = "Reading the prompt";
 
 export async function send(text) {
   if (job() || !text.trim()) return;
@@ -94,14 +96,14 @@ export async function goOn(turn) {
 async function write(conversation, turn, request) {
   panel.stopReplay();
   Object.assign(turn, { note: "", cut: false, live: true });
-  const working = { control: new AbortController(), turn, status: "Waiting for the server" };
+  const working = { control: new AbortController(), turn, status: "Waiting for the server", since: performance.now() };
   running.set(conversation.id, working);
   keep(conversation);
   drawLog();
   showWork();
   panel.show(turn);
   const save = () => page.chats.includes(conversation) && store.saveWithCycles(conversation, turn.id, cyclesOf(turn)).catch(cannotKeep);
-  const saving = setInterval(save, 1000), letGo = holdWhileWriting(turn);
+  const saving = setInterval(save, 1000), telling = setInterval(() => tellSeconds(conversation, working), 250), letGo = holdWhileWriting(turn);
   addEventListener("pagehide", save);
   let wrong = "";
   try {
@@ -112,11 +114,26 @@ async function write(conversation, turn, request) {
     Object.assign(turn, { note: wrong || "Stopped.", cut: true });
   }
   clearInterval(saving);
+  clearInterval(telling);
   removeEventListener("pagehide", save);
   letGo();
   running.delete(conversation.id);
   turn.live = false;
   return wrong;
+}
+
+// Tell how long a prompt is being read. In silence it is: who waits in the queue is told so at once. No seconds are read aloud.
+function tellSeconds(conversation, working) {
+  const seconds = Math.floor((performance.now() - working.since) / 1000), line = at("status");
+  if (working.since === null || seconds < 2) return;
+  if (working.status !== READING) {
+    working.status = READING;
+    sayOf(conversation, READING);
+    drawList();
+  }
+  if (conversation !== page.open || line.firstChild?.textContent !== READING) return;
+  if (!line.lastElementChild) line.append(element("span", { "aria-hidden": true }));
+  line.lastElementChild.textContent = `, ${seconds} s`;
 }
 
 // Keep an answer that has ended, and show how it ended.
@@ -140,8 +157,9 @@ async function finish(conversation, turn, answered, wrong) {
 // Take what came of a stream.
 function take(conversation, working, chunk) {
   const { turn } = working, told = working.status;
+  working.since = chunk.ping ? working.since ?? performance.now() : null;
   if (chunk.before !== undefined) working.status = chunk.before ? `In the queue: ${chunk.before} before you` : "In the queue: you are next";
-  else if (chunk.ping) working.status = "Reading the prompt";
+  else if (chunk.ping) working.status = READING;
   else {
     for (const cycle of chunk.cycles ?? []) {
       cyclesOf(turn).push(cycle);

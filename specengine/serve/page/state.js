@@ -5,7 +5,7 @@ import { at } from "./dom.js";
 // chats: the latest change first; open: the one that is shown, among the chats once something is said in it;
 // model: its name, once the server has told it; undone: takes the last deletion back
 export const page = { chats: [], open: talk.begun(), model: null, undone: null };
-export const running = new Map(); // by conversation: {control, turn, status} of the answer under way
+export const running = new Map(); // by conversation: {control, turn, status, since} of the answer under way
 export const cycles = new Map(), compared = new Map(); // by turn
 
 export const cyclesOf = (turn) => cycles.get(turn.id) ?? [];
