@@ -1,4 +1,4 @@
-"""What `make release` refuses before it builds anything."""
+"""Check that `make release` refuses what is not ready, before it builds anything."""
 
 from __future__ import annotations
 

@@ -476,12 +476,12 @@ def test_stopping_and_what_is_refused(chromium: Any) -> None:
         assert seen.page.locator(".turn").count() == 0
 
 
-KEPT = """() => new Promise(done => {
-    const asked = indexedDB.open('specengine');
-    asked.onsuccess = () => {
-        const kept = asked.result.transaction('conversations').objectStore('conversations');
-        kept.getAll().onsuccess = event => {
-            asked.result.close();
+LAST_ANSWER = """() => new Promise(done => {
+    const opened = indexedDB.open('specengine');
+    opened.onsuccess = () => {
+        const conversations = opened.result.transaction("conversations").objectStore("conversations");
+        conversations.getAll().onsuccess = event => {
+            opened.result.close();
             const turns = event.target.result.flatMap(one => Object.values(one.turns));
             done(turns.findLast(turn => turn.role === 'assistant') ?? null);
         };
@@ -495,7 +495,7 @@ def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> No
         seen.limit(20, temperature=0)
         seen.ask("go on")
         assert seen.page.text_content(".turn .note") == "Cut at 20 tokens."
-        before = seen.page.evaluate(KEPT)
+        before = seen.page.evaluate(LAST_ANSWER)
         seen.page.click("button:has-text('Continue')")
         seen.done()
         assert seen.bodies[1]["continue_final_message"] is True
@@ -503,7 +503,7 @@ def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> No
             "role": "assistant",
             "content": before["text"].rstrip(),
         }
-        after = seen.page.evaluate(KEPT)
+        after = seen.page.evaluate(LAST_ANSWER)
         assert after["text"].startswith(before["text"].rstrip())
         assert len(after["text"]) > len(before["text"])
         assert after["figures"]["tokens"] == 40
@@ -525,7 +525,7 @@ def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(chromium: Any) -> None:
         shown = seen.page.text_content(".turn.assistant .text")
         seen.page.reload()
         seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")
-        kept = seen.page.evaluate(KEPT)
+        kept = seen.page.evaluate(LAST_ANSWER)
         assert kept["text"].startswith(shown)
         assert seen.page.text_content(".turn.assistant .text") == kept["text"]
         assert seen.slider["max"] == kept["figures"]["cycles"], "its trees are kept too"
@@ -630,7 +630,7 @@ def test_a_chat_deleted_in_one_tab_is_gone_in_all(chromium: Any, answering: bool
             gate.open.set()
             assert seen.page.locator(".turn").count() == 0
             seen.page.wait_for_timeout(1200)  # longer than an answer takes to be kept again
-            assert seen.page.evaluate(KEPT) is None
+            assert seen.page.evaluate(LAST_ANSWER) is None
             assert seen.page.locator("#list li").count() == 0
         assert not seen.complaints
 
@@ -721,8 +721,8 @@ def test_the_text_of_a_dropped_file_is_in_the_message(chromium: Any, server: Ser
 @in_a_browser
 def test_trees_of_what_is_deleted_are_kept_no_longer(chromium: Any, server: Served) -> None:
     count = """want => new Promise(done => {
-        const asked = indexedDB.open('specengine');
-        asked.onsuccess = () => {
+        const opened = indexedDB.open('specengine');
+        opened.onsuccess = () => {
             const kept = asked.result.transaction('cycles', 'readwrite').objectStore('cycles');
             if (want) kept.put([], want);
             kept.getAllKeys().onsuccess = event => (asked.result.close(), done(event.target.result.length));
