@@ -7,8 +7,6 @@ record leaves them out. Where it has (processors, penalties, drafts that copy), 
 logits, and walks itself.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext

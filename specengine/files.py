@@ -1,7 +1,5 @@
 """Files: text as other programs write it, JSON, files that appear whole or not at all, and the cache folder."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import json

@@ -5,8 +5,6 @@ another installed package offers as an entry point of the group named as our pac
 user's, named as FILE.py:CLASS.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Answer lines with one engine, or with several on its weights."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path

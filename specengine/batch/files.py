@@ -1,7 +1,5 @@
 """The file of answers with the file of figures, which continue where they broke off; or a stream of answers alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The file of prompts: a line is a prompt, a conversation, or a request of OpenAI's batches."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The bodies are those of the server, and are answered as it answers them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Lines spread over replicas, each an engine in a process of its own, on this machine or on a cluster of Ray's."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """From the names of ways to the ways: checked before a model is loaded, made once it is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ Records, as they come: `way` for each that can run, `not run` for each that cann
 and once a prompt is through a `row` per way, with what its answers are against plain decoding's.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Records of a run, the file that keeps them so that a stopped run goes on, and tables in Markdown."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Tables of a run, by way and by set, with differences and latencies; and a plot of speeds, prompt by prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

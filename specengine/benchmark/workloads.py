@@ -1,7 +1,5 @@
 """Prompts of a benchmark: sets from JSONL files like Spec-Bench's and SPEED-Bench's, or the small sets that ship."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

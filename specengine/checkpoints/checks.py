@@ -1,7 +1,5 @@
 """Checks of a model's name before any weights are read: that it is there, its config.json, and its adapter."""
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

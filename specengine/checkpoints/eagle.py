@@ -1,7 +1,5 @@
 """Draft heads on disk: folders of `config.json` and `model.safetensors` or `pytorch_model.bin`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Weights of a folder in Hugging Face's layout, config.json with safetensors files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Weights of a GGUF file, their blocks as they are, under transformers' names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from functools import cached_property, partial

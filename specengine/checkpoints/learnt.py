@@ -8,8 +8,6 @@
 Every file appears whole or not at all, and `use.json` names a head only once it is whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

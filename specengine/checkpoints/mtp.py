@@ -1,7 +1,5 @@
 """MTP heads of a checkpoint, which transformers leaves unread, and Gemma 4's assistants, which are models apart."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ Exit status: 0, or 1 where `check` found a mismatch, 2 for an error in what was 
 expected, 130 after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pkgutil

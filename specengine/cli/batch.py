@@ -1,7 +1,5 @@
 """specengine batch: answer a file of prompts."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

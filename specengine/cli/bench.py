@@ -1,7 +1,5 @@
 """specengine bench: ways of decoding against each other on this machine, losslessness checked along the way."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

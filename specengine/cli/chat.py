@@ -1,7 +1,5 @@
 """specengine chat: a conversation on the command line."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """specengine check: is speculative decoding's answer the target's own?"""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 by default `run` in the command's module.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """specengine bench --demo: one streamed answer, one of its trees, and the same answer timed three ways in one run."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

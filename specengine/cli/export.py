@@ -1,7 +1,5 @@
 """specengine export: an EAGLE head as other engines read it."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

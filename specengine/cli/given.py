@@ -1,7 +1,5 @@
 """Turn arguments that several commands share into engines, prompts and generation options."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

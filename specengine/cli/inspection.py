@@ -1,7 +1,5 @@
 """specengine doctor --inspect: what is installed here, what it runs on, and what there is to choose from."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.metadata

@@ -1,7 +1,5 @@
 """specengine train learn, and learning during chat and serve: the draft's head trains on this user's own texts."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """specengine serve: a model over HTTP."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

@@ -1,7 +1,5 @@
 """specengine list and specengine clean: what this package keeps on the disk, and how to be rid of it."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """specengine trace: look at what `--trace` wrote."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

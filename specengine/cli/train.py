@@ -1,7 +1,5 @@
 """specengine train data and draft: text written by a model, and EAGLE heads trained on it."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import asdict, fields, replace

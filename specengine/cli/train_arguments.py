@@ -1,7 +1,5 @@
 """Arguments of `specengine train`, and options given as KEY=VALUE, listed for `--help` from their dataclasses."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Laws of costs by number of rows, and corrections that keep them: the seconds that cycles took, by their own rows."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

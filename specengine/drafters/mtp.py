@@ -1,7 +1,5 @@
 """Drafting by the head for multi-token prediction that a model's checkpoint brings along, or by Gemma 4's assistant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

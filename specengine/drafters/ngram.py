@@ -1,7 +1,5 @@
 """Drafting by n-gram lookup: what followed the same words earlier in the prompt and the output."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field

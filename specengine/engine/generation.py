@@ -1,7 +1,5 @@
 """One answer: from a checked prompt to the cycles, and to the pieces of its text; and the scores of a given text."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Source: transformers' Gemma4AssistantForCausalLM and SinglePositionMultiTokenCandidateGenerator.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

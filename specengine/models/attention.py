@@ -4,8 +4,6 @@ The keyword `tree` given to a model's forward reaches `tree_attention_forward`: 
 with sliding windows see the last tokens alone: they are masked by position, as nodes stand in other slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Configs of transformers: the model of one without its weights, and whether and how the native forward runs it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The compiled forward for CPUs, specengine._cpu: its instruction sets, its numerics and the threads it runs on."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from contextvars import ContextVar

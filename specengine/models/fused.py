@@ -8,8 +8,6 @@ weights may become views of one tensor, which takes no memory.
 Families whose modules are known are served. The layers are compared with the modules before they are taken.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass

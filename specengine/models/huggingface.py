@@ -1,7 +1,5 @@
 """Any Hugging Face causal LM, as a function from tree rows to logits and as the target."""
 
-from __future__ import annotations
-
 import inspect
 import time
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Notice changes of a loaded model since an engine took it: of its modules, settings and numbers."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Iterable, Iterator

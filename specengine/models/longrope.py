@@ -4,8 +4,6 @@ transformers then turns all positions by the long frequencies: a text up to the 
 and the step that passes it runs everything again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

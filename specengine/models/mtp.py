@@ -4,8 +4,6 @@ Of Nemotron-H, whose layers have one block each, several. Sources: DeepSeek-V3 (
 MtpModel computes the same; for Nemotron-H vLLM's NemotronHMTP.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Loaded models that are refused, with the reason: by class and config, by their modules, and by what a try shows."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Tensor parallel: one process a rank, as torchrun starts them, and weights split by the model's own plan."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -5,8 +5,6 @@ oneDNN at every call. Re-ordering it once leaves the arithmetic as it was (the r
 time of a few rows, and takes a second copy of these weights in memory.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

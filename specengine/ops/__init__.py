@@ -12,8 +12,6 @@ A count is an int32 tensor of one element, on a CPU too, where reading it waits 
 padding. So the same ops serve the eager driver, which reads counts, and the captured one.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Parts that the torch meanings of ops share."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ compiled once per process and kind of device, in about a second, and its kernels
 on torch's stream. BackendError where the sources are refused or the driver reports an error.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The implementation of an op on a device: the torch meaning, or one that a backend attaches by the op's name."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import threading

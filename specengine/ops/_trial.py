@@ -1,7 +1,5 @@
 """Trials of implementations for a device: small inputs of each op, on which they are compared with its meaning."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Ops over a key-value cache: attention, and the rotated keys and values written there."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

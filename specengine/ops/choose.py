@@ -1,7 +1,5 @@
 """Ops of verification: the target's choice after each node, and the noise of its draws."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ once before a capture, so that its kernel is loaded. Contents of tensors are the
 make the host wait.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Ops of networks: the small ones of some policies (C2T's and Disco's classifiers, Learning to Draft's pair), and of a
 decoder layer between its products, in the arithmetic of transformers' modules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Inputs that a kernel does not take (heads above 256 channels, strided channels, 
 the reference. Importing this raises ImportError where Triton is missing.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

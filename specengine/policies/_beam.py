@@ -1,7 +1,5 @@
 """The beam that the depth rules stop: a module of policies, none itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 A module of policies, none itself. Training imports the same functions, so features exist once.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """C2T: a classifier of 241 parameters decides, layer by layer, which candidates enter the tree."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

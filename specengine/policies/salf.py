@@ -1,7 +1,5 @@
 """SALF: best-first search with bounded queues, which stops when the next batch is not worth a draft pass."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

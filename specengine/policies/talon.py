@@ -1,7 +1,5 @@
 """TALON: grow until a node budget is spent; below the first layers, keep what comes near the layer's best."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Anthropic's Messages: blocks of content in, blocks of content out."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Sequence
 from types import NoneType

@@ -1,7 +1,5 @@
 """Figures of an answer in the clients' formats: OpenAI's usage, llama.cpp's timings, vLLM's figures of speculation."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence

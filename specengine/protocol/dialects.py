@@ -1,7 +1,5 @@
 """The protocols that requests come in. Each is translated to one request, and the answer told in its own shapes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """llama.cpp's requests that OpenAI has no endpoint for: tokens of a text, its text, and answers between two texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probabilities of an answer's tokens in OpenAI's shapes."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Ollama's chat and generate: lines of JSON, streamed unless a request says otherwise."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal

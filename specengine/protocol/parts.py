@@ -1,7 +1,5 @@
 """The parts of an answer in any protocol: text, calls of tools, and thoughts between `<think>` and `</think>`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

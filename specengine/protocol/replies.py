@@ -1,7 +1,5 @@
 """Answers in the shapes of a protocol, whole or as a stream; here those of OpenAI's chat and text completions."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Settings: what a server is told once, when it starts."""
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Formats in which models write tool calls: one class per format, which reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Tool calls in the answers of models, each kind of which writes them in its own way."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run several engines, each in its own process, on one machine or a cluster."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

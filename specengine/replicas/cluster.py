@@ -1,7 +1,5 @@
 """Ray: a cluster on this machine for as long as it is needed, or one that runs already."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

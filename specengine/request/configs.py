@@ -1,7 +1,5 @@
 """Read transformers' generation configs: the call's own, then the model's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' `model.generate(custom_generate=...)`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

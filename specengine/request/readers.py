@@ -3,8 +3,6 @@
 What crashes, never ends or takes all memory ends there.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 It reads numbers as float64, takes the end of some open ranges for a part of them, and knows dates loosely.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, DecimalException

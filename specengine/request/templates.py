@@ -1,7 +1,5 @@
 """Filling chat templates: each is a program of the model's folder, which may loop without end or take all memory."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """From a request of any protocol to its answers: jobs for the worker, and what it delivers in the client's shapes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence

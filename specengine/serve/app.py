@@ -1,7 +1,5 @@
 """The HTTP application: OpenAI's endpoints, and those that operators look at."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Checks before every request: host names, keys, the size of a body, and the number of parts of its JSON."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import re

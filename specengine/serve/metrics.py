@@ -1,7 +1,5 @@
 """Counters for Prometheus, under vLLM's names with a prefix of our own, and the sums of those of several replicas."""
 
-from __future__ import annotations
-
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The page at `/`: files of the package, with headers that let nothing else run and nothing be fetched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import resources
 

@@ -1,7 +1,5 @@
 """Endpoints that generate nothing: tokens of texts and prompts, and what Ollama and llama.cpp say of a model."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

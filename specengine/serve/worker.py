@@ -1,7 +1,5 @@
 """The thread that loads the engine and answers all jobs, the queue before it, and one that reads long requests."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -9,8 +9,6 @@ A file has any number of queries, each with its cycles and its end. The file of 
 last line may be incomplete. Its content is untrusted: every field is checked, and nothing in it is run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

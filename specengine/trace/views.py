@@ -1,7 +1,5 @@
 """Show traces: as one self-contained HTML page, and in the terminal, a table of queries and a cycle as a tree."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

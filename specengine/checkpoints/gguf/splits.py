@@ -6,8 +6,6 @@ gpt-4o), the expression of the model's own tokenizer stands here. Text between t
 as well, and each word is cut again by the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

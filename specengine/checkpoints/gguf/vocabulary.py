@@ -7,8 +7,6 @@ vocabulary is none, as there. Two things differ. A byte-level file that names no
 that the file types as plain text, or as the user's, is what the file says, whatever it looks like.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A family says which blocks a layer has, and what their tensors and sizes are cal
 csrc/cpu has the blocks. Models of other types run through transformers' modules.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

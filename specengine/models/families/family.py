@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF009 (the blocks are frozen)
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace

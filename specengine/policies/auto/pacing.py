@@ -1,7 +1,5 @@
 """When `auto` drafts and when it rests: tokens of trees against those of plain decoding in the same time."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -1,7 +1,5 @@
 """Chains that a rule ends: a module of policies, none itself."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """CaDDTree: the tree of DDTree, of the size at which expected tokens over time is greatest."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """CAST: EAGLE-2's beam and rerank, whose sizes follow from marginal utility over measured costs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

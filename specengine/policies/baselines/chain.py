@@ -1,7 +1,5 @@
 """A chain: the draft's most likely token, again and again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specengine import ops

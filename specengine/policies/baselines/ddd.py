@@ -1,7 +1,5 @@
 """DDD: the EAGLE beam, ended when the probability that it still holds the answer is low."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """DDTree: the likeliest nodes of a tree whose positions are drawn independently of each other, by their marginals."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

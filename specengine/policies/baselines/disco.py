@@ -1,7 +1,5 @@
 """Disco: the EAGLE beam, or a chain, ended by a classifier that looks at the draft's distribution."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specengine import ops

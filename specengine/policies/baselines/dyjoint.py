@@ -1,7 +1,5 @@
 """DyJoint: a chain that ends where its whole path is improbable."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specengine.policies.baselines._chain import StoppedChain

@@ -1,7 +1,5 @@
 """DyMax: a chain that ends where the draft's best token is improbable."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specengine.policies.baselines._chain import StoppedChain

@@ -1,7 +1,5 @@
 """The EAGLE-2 / EAGLE-3 beam: grow a beam of fixed width, then keep the best nodes of all that were scored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A fixed tree: the same shape every cycle."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """OPT-Tree: the optimal tree of a given size, grown layer by layer until a layer adds too little."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """SMART: a node enters the tree where its share of the benefit over its share of the cost is above the tree's own."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """SpecDec++: the EAGLE beam, or a chain, ended when some token on its surest path was probably rejected."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """SVIP: the EAGLE beam, or a chain, ended where the draft's distribution is too flat."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

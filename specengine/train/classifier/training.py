@@ -1,7 +1,5 @@
 """Train the classifiers of C2T, Disco and SpecDec++ on logged trees."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

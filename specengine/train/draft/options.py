@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF009 (option returns dataclasses.field)
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The target as a teacher: its hidden states, its distributions, and its own draft trees."""
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ more than twice the standard error, and on the others no worse than the head tha
 Where none is, the copy is forgotten, and the next round learns half as fast.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Judge a draft on held-back text: agreement, tokens per cycle of a chain, and temperatures by depth."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Options of writing training text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specengine.errors import Checked, at_least, number, option

@@ -1,7 +1,5 @@
 """The layout of SpecForge and AngelSlim: that of the EAGLE repository, and fields of their own."""
 
-from __future__ import annotations
-
 from specengine.checkpoints.heads.layouts.eagle import EagleLayout
 
 
