@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from docs.build.results import SETS, code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
 
 RANKED = {
     "accuracy": "accuracy",
-    "calibration": "calibration error of the target's best token",
-    "standard_calibration": "calibration error of the draft's own best token",
+    "calibration": "calibration error, target's best",
+    "standard_calibration": "calibration error, draft's best",
 }
 
 
@@ -74,16 +74,17 @@ def learning(file: str) -> str:
 def ranks(file: str) -> str:
     """Return accuracy and calibration by rank at the end of each stage, from research.learning_curve."""
     ends = [record for record in records(file) if record["record"] == "head" and record["is_end"]]
-    names = [
-        "start" if not record["stage"] else f"after stage {record['stage']}" for record in ends
+    rows = [
+        [
+            f"after stage {record['stage']}" if record["stage"] else "start",
+            called,
+            *(f"{100 * rank[what]:.1f}" for rank in record["by_rank"]),
+        ]
+        for record in ends
+        for what, called in RANKED.items()
     ]
-    return _by_rank("head", names, ends, file)
-
-
-def loss_ranks(file: str) -> str:
-    """Return accuracy and calibration by rank of the heads of each loss, from research.losses."""
-    heads = [record for record in records(file) if record["record"] == "head"]
-    return _by_rank("loss", [code(record["loss"]) for record in heads], heads, file)
+    header = ("head", "in %", *(f"rank {rank['rank']}" for rank in ends[0]["by_rank"]))
+    return table(header, rows, file)
 
 
 def loss_acceptance(file: str) -> str:
@@ -167,18 +168,6 @@ def _signed(record: Record, name: str, scale: float, digits: int) -> str:
     return f"{value} ({low} to {high})"
 
 
-def _by_rank(head: str, names: Sequence[str], heads: Sequence[Record], file: str) -> str:
-    """Return rows of RANKED for each name, columns of ranks, in percent."""
-    rows = []
-    for name, record in zip(names, heads, strict=True):
-        for what, called in RANKED.items():
-            cells = [f"{100 * rank[what]:.1f}" for rank in record["by_rank"]]
-            rows.append([name, called, *cells])
-    return table(
-        (head, "in %", *(f"rank {rank['rank']}" for rank in heads[0]["by_rank"])), rows, file
-    )
-
-
 def served(file: str, head: str) -> str:
     """Return best children of accepted nodes by the rank of the node, in percent, from research.calibration."""
     by_way: dict[tuple[str, str], dict[int, Record]] = {}
@@ -231,7 +220,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(shapes, learning, ranks, served),
         *(
             accepted,
-            loss_ranks,
             loss_ranks_beside,
             loss_acceptance,
             loss_acceptance_beside,

@@ -11,7 +11,10 @@ from specengine.benchmark.summaries import ALL
 
 
 def policies(file: str, *ways: str) -> str:
-    """Return counters, the policy's share of time and speed, from bench.policies; of all methods if none is named."""
+    """Return counters, the policy's share of time and speed, from bench.policies; of all methods if none is named.
+
+    Columns without a figure are left out.
+    """
     by_way = summaries(file)
     rows = []
     for way in ways or [way for way, name in by_way if name == ALL and way != "plain"]:
@@ -23,7 +26,7 @@ def policies(file: str, *ways: str) -> str:
                     number(whole, name, digits)
                     for name, digits in (("tau", 2), ("delta", 2), ("verified", 1))
                 ),
-                f"{100 * whole['policy_share']:.1f} %" if "policy_share" in whole else NOTHING,
+                f"{100 * whole['policy_share']:.1f}" if "policy_share" in whole else NOTHING,
                 number(whole, "speed_mean", 2),
             ]
         )
@@ -32,16 +35,18 @@ def policies(file: str, *ways: str) -> str:
         "tau",
         "delta",
         "nodes verified",
-        "policy's share",
+        "policy's share, %",
         "speed over plain",
     )
-    return table(header, rows, file)
+    columns = [column for column in zip(header, *rows, strict=True) if set(column[1:]) != {NOTHING}]
+    shown = [list(row) for row in zip(*columns, strict=True)]
+    return table(shown[0], shown[1:], file)
 
 
 def sets(file: str, *ways: str) -> str:
     """Return the speed over plain decoding by set, mean of prompts, from bench.policies."""
     by_way = summaries(file)
-    names = [name for name in SETS if ("plain", name) in by_way]
+    names = [name for name in SETS if ("plain", name) in by_way and name != ALL]
     rows = [
         [code(way), *(number(by_way[way, name], "speed_mean", 2) for name in names)]
         for way in ways or dict.fromkeys(way for way, _ in by_way if way != "plain")
@@ -256,51 +261,49 @@ def learnt(file: str) -> str:
 
 
 def construction(file: str) -> str:
-    """Return by form and parents how fast TALON's gate is over EAGLE's selection, from bench.tree_construction."""
-    layers: dict[tuple[str, int], list[Record]] = {}
+    """Return by parents how fast TALON's gate is over EAGLE's selection, from bench.tree_construction."""
+    by_parents: dict[int, list[Record]] = {}
     for r in records(file):
         if r["record"] == "case":
-            layers.setdefault((r["given"], r["parents"]), []).append(r["mean_ms"])
-    body = []
-    for (given, parents), own in sorted(layers.items(), key=lambda item: (item[0][1], item[0][0])):
+            by_parents.setdefault(r["parents"], []).append(r["mean_ms"])
+    rows = []
+    for parents, cases in sorted(by_parents.items()):
         cells = []
         for backend in ("torch", "ops"):
-            ratios = [times[f"eagle ({backend})"] / times[f"talon ({backend})"] for times in own]
+            ratios = [times[f"eagle ({backend})"] / times[f"talon ({backend})"] for times in cases]
             cells += [
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
                 f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}",
             ]
-        body.append([str(parents), given, *cells])
-    header = (
-        "parents",
-        "distributions",
-        "in torch",
-        "faster in",
-        "as specengine's ops",
-        "faster in",
-    )
-    return table(header, body, file)
+        rows.append([str(parents), *cells])
+    header = ("parents", "in torch", "faster in", "as specengine's ops", "faster in")
+    return table(header, rows, file)
 
 
 def layers(file: str) -> str:
-    """Return the time of each rule by vocabulary, and what ran the ops, from bench.tree_construction."""
-    made = by_vocabulary(records(file))
+    """Return the time of each rule at the smallest and the largest vocabulary, and what ran the ops."""
+    by_case = by_vocabulary(records(file))
     by_rule: dict[str, list[Sequence[str]]] = {}
-    for row in made.rows:
+    for row in by_case.rows:
         if row[1].endswith("(ops)"):
             by_rule.setdefault(row[1].removesuffix(" (ops)"), []).append(row)
-    vocabularies = [row[0] for row in next(iter(by_rule.values()))]
-    header = ("rule, ms at V of", *vocabularies, *made.header[3:])
     rows = [
-        [rule, *(row[2] for row in own), *map(_range, zip(*(row[3:] for row in own), strict=True))]
-        for rule, own in by_rule.items()
+        [rule, *map(_range, zip(*(row[2:] for row in cases), strict=True))]
+        for rule, cases in by_rule.items()
     ]
-    return f"{made.title}:\n\n{table(header, rows, file)}"
+    vocabularies = [row[0] for row in next(iter(by_rule.values()))]
+    header = (
+        "rule",
+        f"ms at V of {_range(vocabularies)}",
+        by_case.header[3],
+        *(f"% {name}" for name in by_case.header[4:]),
+    )
+    return f"{by_case.title}:\n\n{table(header, rows, file)}"
 
 
 def _range(cells: Sequence[str]) -> str:
-    """Return the first cell to the last, those of one unit."""
-    return f"{cells[0].split()[0]} to {cells[-1]}"
+    """Return the first cell to the last, without their unit."""
+    return f"{cells[0].split()[0]} to {cells[-1].split()[0]}"
 
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,11 +37,17 @@ def source(*files: str) -> str:
     by_origin: dict[str, list[str]] = {}
     for file in dict.fromkeys(files):
         origin = next(record for record in records(file) if record["record"] == "provenance")
-        names = by_origin.setdefault(f"{origin['device']}, {origin['date']}", [])
+        names = by_origin.setdefault(f"{machine(origin['device'])}, {origin['date']}", [])
         names.append(f"`bench/results/{file}`")
     return "<br>\n".join(
         f"<small>{', '.join(names)}: {origin}</small>" for origin, names in by_origin.items()
     )
+
+
+def machine(device: str) -> str:
+    """Return a device as the pages call it: without its trademarks, and with the cores that ran."""
+    name = re.sub(r"\(R\)| Processor", "", device)
+    return re.sub(r"\b(\d+) threads of \1 cores", r"\1 cores", name).replace(" threads of ", " of ")
 
 
 def code(way: str) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 from docs.build.real import real, real_memory
 from docs.build.results import code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
-from specengine.benchmark.report import share
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.summaries import summaries as summarized
 
@@ -82,12 +80,11 @@ def engines(file: str) -> str:
                 f"{r['tokens_per_second']:.0f}",
                 f"{auto:.2f}",
                 f"{median:.2f} ({low:.2f} to {high:.2f})",
-                share(r, "rounds_apart"),
                 f"{r['prompts'] - r['diverging']} of {r['prompts']}",
             ]
         )
     rows += [
-        [BENCHED.get(r["way"], code(r["way"])), f"not run: {r['reason']}", *[NOTHING] * 4]
+        [BENCHED.get(r["way"], code(r["way"])), f"not run: {r['reason']}", *[NOTHING] * 3]
         for r in records(file)
         if r["record"] == "not run"
     ]
@@ -96,7 +93,6 @@ def engines(file: str) -> str:
         "tokens/s",
         "`auto` over it",
         "over plain: median (quartiles)",
-        "rounds apart",
         "equal to plain",
     )
     return table(header, rows, file)
@@ -309,7 +305,7 @@ def perplexity(file: str) -> str:
             rise = (
                 "–"
                 if over is None
-                else f"{100 * (over - 1):.2f} % ± {100 * r['over_error']['huggingface float32']:.2f}"
+                else f"{100 * (over - 1):.2f} ± {100 * r['over_error']['huggingface float32']:.2f}"
             )
             body.append(
                 [
@@ -323,7 +319,7 @@ def perplexity(file: str) -> str:
     header = [
         "weights",
         "perplexity",
-        "over float32",
+        "over float32, %",
         "nats from float32, mean",
         "largest difference",
     ]
@@ -340,12 +336,12 @@ def perplexity_kinds(file: str) -> str:
     for name in dict.fromkeys(r["file"] for r in found):
         of_file = {r["way"]: r for r in found if r["file"] == name}
         rises = [
-            f"{100 * (r['over'][base] - 1):+.2f} % ± {100 * r['over_error'][base]:.2f}"
+            f"{100 * (r['over'][base] - 1):+.2f} ± {100 * r['over_error'][base]:.2f}"
             for r in (of_file["native gguf, integer"], of_file["llama.cpp"])
         ]
         body.append([code(name), f"{of_file[base]['perplexity']:.2f}", *rises])
     return table(
-        ("file", "perplexity, bfloat16", "integer over bfloat16", "llama.cpp over bfloat16"),
+        ("file", "perplexity, bfloat16", "integer over it, %", "llama.cpp over it, %"),
         body,
         file,
     )
@@ -423,7 +419,7 @@ def published(file: str) -> str:
 def compared(*files: str) -> str:
     """Return the speed of each method of research.ltd over plain decoding and over grid search, by file."""
     replays = [{r["way"]: r for r in records(file) if r["record"] == "replay"} for file in files]
-    columns = ("speed", "over grid search", "speed at every position")
+    columns = ("speed", "over grid search")
     rows = [
         [code(way), *itertools.chain(*(_compared(by_way.get(way)) for by_way in replays))]
         for way in dict.fromkeys(way for by_way in replays for way in by_way)
@@ -434,9 +430,9 @@ def compared(*files: str) -> str:
 
 def _compared(row: Record | None) -> list[str]:
     if row is None:
-        return ["–"] * 3
+        return [NOTHING] * 2
     grid = "{:.2f} ({:.2f} to {:.2f})".format(*row["over_grid"])
-    return [number(row, "speed", 3), grid, number(row, "speed_at_every_position", 3)]
+    return [number(row, "speed", 3), grid]
 
 
 def model_shapes(*files: str) -> str:
@@ -462,34 +458,12 @@ def model_shapes(*files: str) -> str:
     )
 
 
-def mistakes(file: str) -> str:
-    """Return what became of the mistakes of tests.mutants, by the folder that they are made in."""
-    found: dict[str, Counter[str]] = {}
-    for record in records(file):
-        if record["record"] == "mutant":
-            folder = "/".join(record["file"].split("/")[:-1][:2])
-            for name in (folder, "all"):
-                found.setdefault(name, Counter())[record["result"]] += 1
-    noticed = ("caught", "slow only")
-    rows = [
-        [
-            code(name) if name != "all" else name,
-            str(own.total()),
-            *(str(own[result]) for result in noticed),
-        ]
-        for name, own in sorted(found.items(), key=lambda item: (item[0] == "all", item[0]))
-    ]
-    return table(
-        ("in", "mistakes", "noticed by `make test`", "by `make test-all` alone"), rows, file
-    )
-
-
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(headline, machines, engines, by_machine, versus),
         *(forward, rows, first_tokens, start, perplexity, perplexity_kinds),
-        *(published, mtp, compared, model_shapes, mistakes),
+        *(published, mtp, compared, model_shapes),
         *(real, real_memory),
     )
 }

@@ -77,13 +77,6 @@ def test_acceptance_by_loss() -> None:
     ]
 
 
-def test_ranks_by_loss() -> None:
-    header, accuracy, *_, last = cells(head_tables.loss_ranks(FILE))
-    assert header == ["loss", "in %", "rank 1", "rank 2"]
-    assert accuracy == ["`eagle`", "accuracy", "31.2", "26.2"]
-    assert last == ["`talf`", head_tables.RANKED["standard_calibration"], *["5.2"] * 2]
-
-
 def test_agreement_by_distance() -> None:
     assert cells(head_tables.loss_ahead(FILE)) == [
         ["agreement in %", "1 ahead", "2 ahead"],
