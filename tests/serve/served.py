@@ -93,10 +93,11 @@ def until(holds: Callable[[], bool], seconds: float = 20) -> None:
 
 
 class Gate:
-    """An engine whose verifications wait to be let through, one by one or all."""
+    """An engine whose verifications wait to be let through, one by one or all, and then take `seconds` each."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.002) -> None:
         self.engine = tiny_engine(draft="none")
+        self.seconds = seconds
         self.open = threading.Event()
         self.passed = 0
         self.engine.target.verify = self._held(self.engine.target.verify)  # type: ignore[method-assign]
@@ -107,7 +108,7 @@ class Gate:
             self.passed += 1
             if not self.open.wait(30):
                 raise TimeoutError
-            time.sleep(0.002)
+            time.sleep(self.seconds)
             return verify(tree)
 
         return held

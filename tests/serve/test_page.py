@@ -515,7 +515,9 @@ def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> No
 
 @in_a_browser
 def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(chromium: Any) -> None:
-    with served() as server, browsed(chromium, server) as seen:
+    gate = Gate(seconds=0.05)
+    gate.open.set()
+    with served(lambda: gate.engine) as server, browsed(chromium, server) as seen:
         seen.page.click("#open-settings")
         seen.page.uncheck("#markdown")
         seen.page.keyboard.press("Escape")
@@ -723,9 +725,9 @@ def test_trees_of_what_is_deleted_are_kept_no_longer(chromium: Any, server: Serv
     count = """want => new Promise(done => {
         const opened = indexedDB.open('specengine');
         opened.onsuccess = () => {
-            const kept = asked.result.transaction('cycles', 'readwrite').objectStore('cycles');
+            const kept = opened.result.transaction('cycles', 'readwrite').objectStore('cycles');
             if (want) kept.put([], want);
-            kept.getAllKeys().onsuccess = event => (asked.result.close(), done(event.target.result.length));
+            kept.getAllKeys().onsuccess = event => (opened.result.close(), done(event.target.result.length));
         };
     })"""
     with browsed(chromium, server) as seen:
