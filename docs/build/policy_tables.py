@@ -130,21 +130,6 @@ def coupling(file: str) -> str:
     return table(("sampling", *columns), rows, file)
 
 
-def regret(file: str) -> str:
-    """Return the expected tokens lost per cycle, from research.regret."""
-    lost = {
-        (r["law"], r["by"]): f"{r['per_cycle']:.3f}"
-        for r in records(file)
-        if r["record"] == "regret"
-    }
-    names = {"still": "stand still", "drifts": "drift", "jumps": "jump"}
-    laws = dict.fromkeys(law for law, _ in lost)
-    rows = [[names.get(law, law), lost[law, "counted"], lost[law, "stated"]] for law in laws]
-    return table(
-        ("true probabilities", "loss with counted rates", "with stated probabilities"), rows, file
-    )
-
-
 def exactness(*files: str) -> str:
     """Return the verdicts over all answers of each file of bench.exactness."""
     rows = []
@@ -309,7 +294,7 @@ def _range(cells: Sequence[str]) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        *(policies, sets, settings, adversarial, chances, coupling, regret),
+        *(policies, sets, settings, adversarial, chances, coupling),
         *(exactness, same, construction, layers, learnt, verdicts, ablation),
     )
 }

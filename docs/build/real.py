@@ -47,20 +47,3 @@ def method(way: str) -> str:
     if draft.endswith(".gguf"):
         return f"{code(policy)}, the 0.5B as its draft"
     return f"{code(policy)}, a trained head" if "/" in draft else code(draft + separator + policy)
-
-
-def real_memory(file: str) -> str:
-    """Return the resident memory after an answer, as shares of the model's file."""
-    rows = [
-        [
-            r["model"],
-            code(r["way"]),
-            f"{r['file_bytes'] / 1e6:,.0f}",
-            f"{r['whole_share']:.2f}",
-            f"{r['model_share']:.2f}",
-        ]
-        for r in records(file)
-        if "file_bytes" in r
-    ]
-    header = ("file", "way", "its MB", "resident, times the file", "without the imports")
-    return table(header, rows, file)

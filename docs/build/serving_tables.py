@@ -53,6 +53,8 @@ def device(file: str) -> str:
     found = {r["way"]: r for r in records(file) if r["record"] == "summary" and r["set"] == ALL}
     body = []
     for way, r in found.items():
+        if way == "plain":
+            continue  # it is captured, too
         between = r["latency"]["between_tokens"][0] if "latency" in r else None
         plain = found["plain, graphs"]["latency"]["between_tokens"][0]
         parts = r.get("median_ms", {})
@@ -119,14 +121,12 @@ def device_layers(file: str) -> str:
 
 
 def device_tests(file: str) -> str:
-    """Return the runs of the tests on a device, and how many failed."""
-    names = ("passed", "skipped", "failed")
-    rows = [
-        [str(r["run"]), r["device"], *(str(r[name]) for name in names)]
-        for r in records(file)
-        if r["record"] == "tests"
-    ]
-    return table(("run", "card", *names), rows, file)
+    """Return a sentence on the last run of the tests on a device."""
+    last = [r for r in records(file) if r["record"] == "tests"][-1]
+    return (
+        f"Of the tests for a device, {last['passed']} passed in the last run, {last['skipped']} were skipped and "
+        f"{last['failed']} failed\n({last['device']}, `{file}`)."
+    )
 
 
 def storm(*files_and_labels: str) -> str:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from docs.build.real import real, real_memory
+from docs.build.real import real
 from docs.build.results import code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
 from specengine.benchmark.summaries import ALL
@@ -464,6 +464,6 @@ TABLES: dict[str, Callable[..., str]] = {
         *(headline, machines, engines, by_machine, versus),
         *(forward, rows, first_tokens, start, perplexity, perplexity_kinds),
         *(published, mtp, compared, model_shapes),
-        *(real, real_memory),
+        real,
     )
 }
