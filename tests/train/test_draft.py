@@ -19,6 +19,7 @@ from specengine.errors import InputError
 from specengine.models.eagle import causal, default_layer_ids
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, from_model
+from specengine.train.draft import new_heads
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.new_heads import _vocabulary_size, new_head, start_from_text
 from specengine.train.draft.options import TrainOptions, make_loss
@@ -304,6 +305,25 @@ def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_
     ]
     kept = new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=0), LOSS, counts)
     assert kept.target_ids().tolist() == old
+
+
+def test_a_head_to_start_from_gets_the_tokens_that_cover_other_answers(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_heads, "MIN_VOCABULARY", 10)
+    monkeypatch.setattr(new_heads, "VOCABULARY_STEP", 10)
+    corpus = corpus_of(tmp_path / "data", random_texts(12))
+    first = train_draft(
+        model, corpus, tmp_path / "first", replace(OPTIONS, draft_vocab_size=20), LOSS
+    )
+    old = (load_head(first).state["d2t"] + torch.arange(20)).tolist()
+    missing = [token for token in range(VOCABULARY) if token not in old][5:30]
+    counts = torch.zeros(VOCABULARY, dtype=torch.int64)
+    counts[missing] = 7
+    options = replace(OPTIONS, start=str(first), draft_vocab_size=-1)
+    ids = new_head(model, options, LOSS, counts).target_ids().tolist()
+    assert len(ids) == 50, "25 missing ones, in steps of ten"
+    assert set(ids) > {*old, *missing}
 
 
 # ---------------------------------------------------------------------------------------------------- the loop

@@ -76,9 +76,6 @@ def new_head(
 ) -> EagleHead:
     """Return a float32 head for `model` to train. counts: int64 [vocabulary], of each token in the answers."""
     weights = Weights.of(model)
-    device = weights.device
-    if options.draft_vocab_size < 0:
-        options = replace(options, draft_vocab_size=_vocabulary_size(counts))
     torch.manual_seed(options.seed)
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
@@ -87,15 +84,19 @@ def new_head(
             config = replace(config, intermediate_size=options.intermediate_size)
             state = _resized(state, options.intermediate_size)
         config, state = _with_more_tokens(config, state, weights, options, counts)
-        head = head_from(config, state, torch.float32, device).train().requires_grad_(True)
+        head = head_from(config, state, torch.float32, weights.device).train().requires_grad_(True)
         if config.own_embeddings:
             head.embed_tokens.requires_grad_(False)
         return head
+    if options.draft_vocab_size < 0:
+        options = replace(
+            options, draft_vocab_size=_vocabulary_size(counts.sort(descending=True)[0])
+        )
     version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (
         1 if loss.name in ("eagle", "hass") else 3
     )
     config = new_config(weights, version, options)
-    head = make_head(config).to(device)
+    head = make_head(config).to(weights.device)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -135,28 +136,24 @@ def _with_more_tokens(
     options: TrainOptions,
     counts: Tensor,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """Return the head with a vocabulary of `options.draft_vocab_size`.
+    """Return the head with a vocabulary of `options.draft_vocab_size`, or one that covers the answers.
 
     It gets the most frequent missing tokens of the answers, with their rows of the target's head.
     """
-    size, before = min(options.draft_vocab_size, config.vocab_size), config.draft_vocab_size
-    if "d2t" not in state or size <= before:
+    if "d2t" not in state:
         return config, state
-    rows = weights.vocabulary()
-    old = state["d2t"].cpu() + torch.arange(before, dtype=torch.int64, device="cpu")
-    missing = counts.clone()
-    missing[old] = -1
-    new = missing.argsort(descending=True, stable=True)[: size - before]
+    old = state["d2t"].cpu() + torch.arange(len(state["d2t"]), dtype=torch.int64, device="cpu")
+    preferred = counts.index_fill(0, old, counts.max() + 1).argsort(descending=True, stable=True)
+    size = options.draft_vocab_size
+    size = _vocabulary_size(counts[preferred]) if size < 0 else min(size, len(counts))
+    new = preferred[len(old) : size]
     ids, order = torch.cat([old, new]).sort()
     name = next(name for name in state if name.endswith("lm_head.weight"))
-    added = rows[new.to(rows.device)].to(state[name])
-    weight = torch.cat([state[name], added])[order.to(rows.device)]
-    state = {
-        **state,
-        name: weight,
-        "d2t": (ids - torch.arange(size, dtype=torch.int64, device="cpu")).to(state["d2t"]),
-    }
-    return replace(config, draft_vocab_size=size), state
+    rows = weights.vocabulary()
+    weight = torch.cat([state[name], rows[new.to(rows.device)].to(state[name])])
+    places = torch.arange(len(ids), dtype=torch.int64, device="cpu")
+    state = state | {name: weight[order.to(rows.device)], "d2t": (ids - places).to(state["d2t"])}
+    return replace(config, draft_vocab_size=len(ids)), state
 
 
 @torch.no_grad()
@@ -218,8 +215,8 @@ def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleCo
 
 
 def _vocabulary_size(counts: Tensor) -> int:
-    """Return how many of the most frequent tokens make up COVERED of the answers, within the bounds."""
-    shares = counts.sort(descending=True).values.cumsum(0) / counts.sum().clamp(min=1)
+    """Return how many tokens make up COVERED of the answers, within the bounds; the first in `counts` are taken."""
+    shares = counts.cumsum(0) / counts.sum().clamp(min=1)
     needed = int((shares < COVERED).sum()) + 1
     steps = -(-needed // VOCABULARY_STEP)
     return min(max(steps * VOCABULARY_STEP, MIN_VOCABULARY), MAX_VOCABULARY, len(counts))

@@ -157,8 +157,8 @@ class TrainOptions(Checked):
         at_least(-1),
         default=-1,
         help="size of an EAGLE-3 head's vocabulary, -1 or more: the most frequent tokens of the answers; -1: 8,192 to "
-        "32,768, as few as make up 99 % of the answers; 0: the target's whole vocabulary. With `start`, a head with "
-        "fewer tokens gets the missing ones, unless 0",
+        "32,768, as few as make up 99 % of the answers; 0: the target's whole vocabulary. The head in `start` keeps "
+        "its tokens, and gets those that it lacks, unless 0",
     )
     kv_heads: int = option(
         at_least(0),
