@@ -2,7 +2,7 @@
 
 `run_eager` is the whole of it, over a list of lanes: root, level, verify, commit. Each lane's cycle is a generator that
 stops where rows can be run with those of other lanes, so that one lane is the plain case. The captured driver
-(captured.py) replays the same functions as graphs.
+(engine/captured.py) replays the same functions as graphs.
 """
 
 from __future__ import annotations

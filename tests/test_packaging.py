@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"errors", "files", "registry", "options", "_ops", "_cpu"},
     {"ops"},
-    {"records", "request", "models", "checkpoints", "costs", "cuda_graphs", "policies", "drafters"},
-    {"cycle", "captured"},
-    {"engine", "loading"},
+    {"records", "request", "models", "checkpoints", "costs", "policies", "drafters"},
+    {"cycle"},
+    {"engine"},
     {
         "train",
         "replicas",

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specengine import loading
 from specengine.benchmark import peers
 from specengine.benchmark.measuring import longest
 from specengine.benchmark.peers import Model as PeerModel
@@ -23,7 +22,7 @@ from specengine.benchmark.ways import (
 )
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints import embedded
-from specengine.engine import Engine
+from specengine.engine import Engine, loading
 from specengine.errors import InputError
 from specengine.files import cache_dir
 from specengine.options import LoadOptions

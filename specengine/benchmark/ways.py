@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import CompileConfig
 
-from specengine import loading, policies
+from specengine import policies
 from specengine.benchmark.summaries import Answer, Figures, counted
 from specengine.checking import huggingface_model
 from specengine.checkpoints.pretrained import load_model
@@ -21,7 +21,7 @@ from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import check_tokenizers
-from specengine.engine import Engine
+from specengine.engine import Engine, loading
 from specengine.errors import InputError
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy

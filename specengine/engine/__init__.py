@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from specengine import loading
 from specengine.drafters import Drafter, innermost
+from specengine.engine import loading
 from specengine.engine.generation import (
     SCORED_ROWS,
     Session,

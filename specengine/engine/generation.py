@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, Self, cast
 
 import torch
 
-from specengine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.costs.measuring import stored
-from specengine.cuda_graphs import CaptureError, Graphs, sharing
 from specengine.cycle import Lane, blaming, make_room, run_eager
 from specengine.drafters import MAX_WAITING, Drafter, Hints, RowDraft, Traits, innermost
 from specengine.drafters._wrappers import Coupled, Guided, Origins
+from specengine.engine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.engine.parts import Drivers, EngineState, slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require, require_value
 from specengine.models import Target
+from specengine.ops.cuda_graphs import CaptureError, Graphs, sharing
 from specengine.records import (
     Cycle,
     GenerationResult,

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from specengine import drafters, loading, policies
-from specengine.captured import CapturedDriver
+from specengine import drafters, policies
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
+from specengine.engine import loading
+from specengine.engine.captured import CapturedDriver
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
 from specengine.errors import (
     EngineBusyError,

@@ -8,7 +8,7 @@ import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specengine.checkpoints import gguf
-from specengine.checkpoints.gguf.splits import SPLITS
+from specengine.checkpoints.gguf.vocabulary import SPLITS
 from specengine.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened

@@ -72,7 +72,7 @@ def test_a_draft_that_is_not_there_is_refused_as_a_draft_before_anything_is_load
     draft: Any, away: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "specengine.loading.load_model", lambda *_: pytest.fail("the target was loaded")
+        "specengine.engine.loading.load_model", lambda *_: pytest.fail("the target was loaded")
     )
     with pytest.raises(
         InputError, match=rf"^draft: got '{draft}', accepted .*there is no such"

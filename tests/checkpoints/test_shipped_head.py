@@ -12,13 +12,14 @@ from typing import Any, cast
 import pytest
 
 import specengine
-from specengine import loading, policies
+from specengine import policies
 from specengine.checkpoints import embedded, likeness
 from specengine.checkpoints.eagle import Verifier, load_head, writer
 from specengine.cli import main
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
+from specengine.engine import loading
 from specengine.errors import InputError
 from specengine.options import LoadOptions
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from specengine import checking, loading
+from specengine import checking
 from specengine.benchmark import measuring
 from specengine.benchmark.ways import EngineDecoder
 from specengine.cli import main
+from specengine.engine import loading
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

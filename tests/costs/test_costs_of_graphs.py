@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from specengine import Engine, policies
-from specengine import cuda_graphs as graphs
 from specengine.costs import PassCosts, measuring
 from specengine.costs.measuring import stored
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops import cuda_graphs as graphs
 from specengine.policies.auto import Auto
 from specengine.policies.auto.pacing import Pace
 from specengine.records import Cycle

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specengine import Engine, drafters, policies
-from specengine.captured import NOTE
+from specengine.engine.captured import NOTE
 from specengine.errors import InputError
 from tests.graphs.engines import PROMPT, engine_of, frozen, model
 

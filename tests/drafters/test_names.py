@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bench.short_models import first_layers
-from specengine import Engine, loading
+from specengine import Engine
 from specengine.checkpoints import embedded
+from specengine.engine import loading
 from specengine.errors import InputError
 from tests.engine.engines import PROMPT, model_of, near_copy
 

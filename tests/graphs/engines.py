@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specengine import Engine
-from specengine import cuda_graphs as graphs
-from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops import cuda_graphs as graphs
+from specengine.ops.cuda_graphs import Graphs
 from specengine.policies import TreePolicy
 from tests import toy
 from tests.ops.backends import choose

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from specengine import Engine
-from specengine.cuda_graphs import Graphs
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops.cuda_graphs import Graphs
 from tests import toy
 from tests.graphs import pretended
 from tests.ops.backends import choose

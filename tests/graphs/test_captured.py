@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from specengine import Engine, ops, policies
-from specengine import cuda_graphs as graphs
-from specengine.captured import NOTE, CapturedDriver
-from specengine.cuda_graphs import Graphs, _Captured
 from specengine.drafters.small_model import SmallModel
+from specengine.engine.captured import NOTE, CapturedDriver
 from specengine.errors import EngineBusyError, InputError, NumericalError
 from specengine.models import kv_cache as cache
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops import cuda_graphs as graphs
+from specengine.ops.cuda_graphs import Graphs, _Captured
 from specengine.policies import TreePolicy, _classifier
 from specengine.policies.baselines.eagle import Eagle
 from tests import toy

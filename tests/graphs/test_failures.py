@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from specengine import Engine
-from specengine import cuda_graphs as graphs
-from specengine.captured import CapturedDriver
 from specengine.costs import ASSUMED
 from specengine.costs.measuring import stored
-from specengine.cuda_graphs import CaptureError, Graphs
+from specengine.engine.captured import CapturedDriver
 from specengine.errors import InputError
+from specengine.ops import cuda_graphs as graphs
+from specengine.ops.cuda_graphs import CaptureError, Graphs
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA
@@ -178,7 +178,7 @@ def test_on_a_device_the_same_is_refused() -> None:
 
 ON_A_DEVICE = """
 import torch
-from specengine.cuda_graphs import CaptureError, Graphs
+from specengine.ops.cuda_graphs import CaptureError, Graphs
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
 given, part, host = torch.ones(1, device=DEVICE), Graphs(DEVICE), torch.ones(1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specengine.cuda_graphs import Graphs, room
+from specengine.ops.cuda_graphs import Graphs, room
 from tests.graphs.engines import DEVICE, frozen, model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

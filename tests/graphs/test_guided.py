@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("llguidance")
 
 from specengine import Engine
-from specengine import cuda_graphs as graphs
-from specengine.captured import GUIDED_NOTE, NOTE
+from specengine.engine.captured import GUIDED_NOTE, NOTE
+from specengine.ops import cuda_graphs as graphs
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.replays import engine_of

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from specengine import Engine
-from specengine.captured import NOTE
 from specengine.cli.given import load_options
 from specengine.cli.parser import add_model
 from specengine.drafters.ngram import NGram
 from specengine.drafters.small_model import SmallModel
+from specengine.engine.captured import NOTE
 from specengine.errors import UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specengine import ops
-from specengine.captured import NOTE
+from specengine.engine.captured import NOTE
 from specengine.ops.tree import TokenTree
 from tests import toy
 from tests.graphs.engines import DEVICE, PROMPT, engine_of

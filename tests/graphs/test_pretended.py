@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from specengine import Engine, ops
-from specengine import cuda_graphs as graphs
-from specengine.captured import PARTS_NOTE
-from specengine.cuda_graphs import Graphs
+from specengine.engine.captured import PARTS_NOTE
 from specengine.errors import UnsupportedModelError
 from specengine.ops import _registry
+from specengine.ops import cuda_graphs as graphs
+from specengine.ops.cuda_graphs import Graphs
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA, Refused

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specengine import Engine
-from specengine import cuda_graphs as graphs
 from specengine.drafters import Drafter
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
@@ -17,6 +16,7 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops import cuda_graphs as graphs
 from tests import toy
 from tests.graphs import pretended
 from tests.graphs.replays import Way, answer

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specengine import Engine
-from specengine import cuda_graphs as graphs
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops import cuda_graphs as graphs
 from specengine.ops.tree import TokenTree
 from tests import toy
 from tests.graphs import pretended, replays

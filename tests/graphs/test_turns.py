@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from specengine import cuda_graphs as graphs
-from specengine.captured import CapturedDriver
-from specengine.cuda_graphs import Graphs, Turns, sharing, turns
+from specengine.engine.captured import CapturedDriver
+from specengine.ops import cuda_graphs as graphs
+from specengine.ops.cuda_graphs import Graphs, Turns, sharing, turns
 from tests.graphs import pretended
 from tests.graphs.pretended import CUDA
 from tests.graphs.replays import PROMPT, engine_of

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from specengine import Engine, loading, policies, registry
+from specengine import Engine, policies, registry
 from specengine.benchmark.ways import Spec
 from specengine.cli import main
 from specengine.cli.parser import policy as accepted
+from specengine.engine import loading
 from specengine.errors import InputError
 from specengine.options import LoadOptions
 from tests.graphs.engines import PROMPT, model

@@ -23,10 +23,10 @@ from torch import Tensor
 from specengine.costs import PassCosts, Points, interpolated
 from specengine.costs import busy as busy
 from specengine.costs.laws import lawful
-from specengine.cuda_graphs import room
 from specengine.errors import require
 from specengine.models import Target
 from specengine.ops import Nodes
+from specengine.ops.cuda_graphs import room
 from specengine.ops.tree import TokenTree, depths_of
 from specengine.records import Cycle, Seconds
 
@@ -532,7 +532,7 @@ class SyntheticCycles:
             return
         if not self.target.captured:
             self.target.reserve(tokens, MAX_NODES)
-        else:  # as in captured.py: attention without a kernel of its own runs over all slots
+        else:  # as in engine/captured.py: attention without a kernel of its own runs over all slots
             self.target.reserve(
                 room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0
             )

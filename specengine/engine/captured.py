@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specengine import cycle, ops, policies
-from specengine.cuda_graphs import (
+from specengine.cycle import Draft, EagerDriver, Lane
+from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
+from specengine.drafters._wrappers import Coupled, Guided
+from specengine.models import SharedRows
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.ops import Nodes
+from specengine.ops.cuda_graphs import (
     WARM_UPS,
     CaptureError,
     Graphs,
@@ -27,12 +33,6 @@ from specengine.cuda_graphs import (
     room,
     sharing,
 )
-from specengine.cycle import Draft, EagerDriver, Lane
-from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
-from specengine.drafters._wrappers import Coupled, Guided
-from specengine.models import SharedRows
-from specengine.models.huggingface import HuggingFaceTarget
-from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree, overfull
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
