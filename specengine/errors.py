@@ -84,10 +84,6 @@ class EngineClosedError(SpecEngineError, RuntimeError):
     """Raised if an engine is asked for something after it was closed."""
 
 
-class QueueFullError(SpecEngineError, RuntimeError):
-    """Raised if the queue of requests is full. The message says when to retry."""
-
-
 class ReplicaError(SpecEngineError, RuntimeError):
     """Raised if the process of a replica ended repeatedly. The message names the request."""
 

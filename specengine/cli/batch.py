@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_of(
         arguments, requests, options | {"seed": seed, "system": arguments.system}
     )
-    _say_other_models(requests.items, given.model_name(arguments))
+    _say_other_models(requests.items, given.model_name(arguments.model))
     origin = provenance("specengine", sys.argv[1:])
     with opened(arguments.out, requests.items, origin, settings, [arguments.prompts]) as files:
         if not isinstance(files, Files):

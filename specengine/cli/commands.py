@@ -142,6 +142,13 @@ def add_serve(parser: Parser) -> None:
             "--api-key-file": file(
                 "file of such tokens, one a line, which nobody else should read; # begins a comment"
             ),
+            "--model": {
+                "action": "append",
+                "default": [],
+                "dest": "models",
+                "metavar": "[NAME=]MODEL",
+                "help": "another model, loaded when it is asked for; repeatable",
+            },
             "--chat-template": file(
                 "a Jinja template for conversations, in place of the model's own"
             ),
@@ -152,7 +159,8 @@ def add_serve(parser: Parser) -> None:
     )  # fmt: skip
     add_declared(group, others, SERVING)
     limits = (
-        "parallel", "queue", "max_body_bytes", "max_prompt_tokens", "max_tokens", "default_max_tokens", "max_seconds",
+        "parallel", "queue", "max_models", "max_model_memory", "max_body_bytes", "max_prompt_tokens", "max_tokens",
+        "default_max_tokens", "max_seconds",
         "request_seconds", "keep_alive_seconds", "drain_seconds",
     )  # fmt: skip
     add_declared(parser.add_argument_group("limits"), limits, SERVING)
@@ -410,7 +418,7 @@ def add_clean(parser: Parser) -> None:
 COMMANDS: dict[str, tuple[Callable[[Parser], None], str]] = {
     "generate": (add_generate, "answer one prompt"),
     "chat": (add_chat, "talk to a model, turn by turn"),
-    "serve": (add_serve, "answer OpenAI's clients over HTTP, with one model"),
+    "serve": (add_serve, "answer OpenAI's clients over HTTP"),
     "batch": (
         add_batch,
         "answer a file of prompts, one answer per line; an interrupted run continues where it stopped",

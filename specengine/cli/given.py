@@ -13,8 +13,8 @@ import torch
 
 from specengine import registry
 from specengine.benchmark.workloads import entry_of
-from specengine.checkpoints import eagle
-from specengine.cli.parser import LOADING, flag, names_of
+from specengine.checkpoints import eagle, embedded
+from specengine.cli.parser import LOADING, flag
 from specengine.cli.terminal import say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
@@ -138,9 +138,9 @@ def load_head(folder: Path, arguments: argparse.Namespace) -> eagle.Checkpoint:
     return eagle.load_head(folder, producer=options.producer, layer_ids=options.layer_ids)
 
 
-def model_name(arguments: argparse.Namespace) -> str:
-    """Return the last part of the model's path or id, without a draft."""
-    return os.path.basename(names_of(argparse.Namespace(model=arguments.model)).rstrip("/"))
+def model_name(model: str | None) -> str:
+    """Return the last part of a model's path or id."""
+    return os.path.basename((model or embedded.NAME).rstrip("/"))
 
 
 def target_name(engine: Engine) -> str:

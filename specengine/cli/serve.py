@@ -1,6 +1,8 @@
 """specengine serve: a model over HTTP."""
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import jinja2
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import CONFIG_NAME
 
 from specengine.checkpoints import embedded
 from specengine.cli import given, learn
@@ -16,18 +20,22 @@ from specengine.cli.commands import SERVING
 from specengine.cli.terminal import say
 from specengine.engine import Engine
 from specengine.errors import InputError, missing_extra, require
+from specengine.files import cache_dir
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback, require_key
 from specengine.protocol.tool_formats import TEMPLATE
 from specengine.protocol.tools import format_of
 
+WEIGHTS = ".safetensors", ".gguf", ".bin"
 KEY_VARIABLE = "SPECENGINE_API_KEY"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings, template = settings_of(arguments), read_template(arguments.chat_template)
+    models, template = models_of(arguments), read_template(arguments.chat_template)
+    settings = settings_of(arguments)
     try:
         from specengine.serve import server
+        from specengine.serve.models import ServedModel
     except ImportError as error:
         raise missing_extra("serve", "serve", error) from error
     if not (settings.api_keys or settings.unix_socket or is_loopback(settings.host)):
@@ -35,32 +43,67 @@ def run(arguments: argparse.Namespace) -> int:
             f"specengine: note: {settings.host} can be reached from elsewhere, and no key is asked for (--api-key-file)"
         )
 
-    if is_default := template is None and arguments.model in (None, embedded.NAME):
+    if template is None and not {None, embedded.NAME}.isdisjoint(models.values()):
         say(
             "specengine: note: the default model is small: it calls tools when it is made to, and seldom else"
         )
 
-    def listening(address: str) -> None:
-        say(f"Serving {settings.name} at {address}, once it is loaded")
+    scale, (first, *others) = given.replicas(arguments), models
+    recipe = dataclasses.replace(given.recipe(arguments), model=models[first])
 
-    if (scale := given.replicas(arguments)) is None:
-        if arguments.threads is not None:
-            torch.set_num_threads(arguments.threads)
-        recipe = given.recipe(arguments)
-        server.run(
-            templated(recipe.load, template, own=is_default),
-            settings,
-            listening,
-            functools.partial(learn.beside, recipe),
-        )
+    def listening(address: str) -> None:
+        later = f", and {', '.join(others)} when asked for" if others else ""
+        say(f"Serving {settings.name} at {address}, once it is loaded{later}")
+
+    def loader(path: str | None, threads: int) -> Callable[[], Engine]:
+        is_default = template is None and path in (None, embedded.NAME)
+        named = dataclasses.replace(recipe, model=path, threads=threads)
+        return templated(named.load, template, own=is_default)
+
+    if others:
+        require("replicas", "several", "1, with several models", scale is None)
+        require("learn", str(arguments.learn), "one model", arguments.learn is None)
+    if scale is None:
+        # set in each model's thread: one that begins while another answers would take over the one thread of that
+        threads = arguments.threads or torch.get_num_threads()
+        torch.set_num_threads(threads)
+        served = [
+            ServedModel(name, loader(path, threads), path, functools.partial(size_of, path))
+            for name, path in models.items()
+        ]
+        server.run(served, settings, listening, functools.partial(learn.beside, recipe))
         return 0
     from specengine.serve import front
 
-    def loader(threads: int) -> Callable[[], Engine]:
-        return templated(given.recipe(arguments, threads=threads).load, template, own=is_default)
-
-    front.run(loader, settings, scale, listening)
+    front.run(functools.partial(loader, models[first]), settings, scale, listening)
     return 0
+
+
+def models_of(arguments: argparse.Namespace) -> dict[str, str | None]:
+    """Return the models, None for the default one, by the names that clients call them; InputError."""
+    models: dict[str, str | None] = {}
+    several = [text for text in (arguments.model, *arguments.models) if text is not None]
+    for text in several or [None]:
+        name, equals, model = (text or "").partition("=")
+        if not equals or Path(text).exists():
+            name = arguments.served_model_name or given.model_name(text)
+            model = text
+        require("model", name, "names that differ; NAME=MODEL gives one", name not in models)
+        models[name] = model
+    return models
+
+
+def size_of(model: str | None) -> int:
+    """Return the bytes of a model's weights, 0 where they are not on this disk."""
+    built = cache_dir() / "models" / embedded.NAME
+    folder = built if embedded.is_default(model) else Path(str(model))
+    if not folder.exists():
+        with contextlib.suppress(ValueError):  # no id
+            folder = Path(str(try_to_load_from_cache(str(model), CONFIG_NAME))).parent
+    files = [folder] if folder.is_file() else list(folder.glob("*"))
+    return max(
+        sum(file.stat().st_size for file in files if file.suffix == suffix) for suffix in WEIGHTS
+    )
 
 
 def templated(
@@ -125,7 +168,7 @@ def read_keys(file: Path) -> list[str]:
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """Return the checked settings of the command line."""
     values = given.values_of(SERVING, arguments)
-    values["name"] = values["name"] or given.model_name(arguments)
+    values["name"] = next(iter(models_of(arguments)))
     if arguments.api_key_file is not None:
         values["api_keys"] = [*values["api_keys"], *read_keys(arguments.api_key_file)]
     if not values["api_keys"] and (key := os.environ.get(KEY_VARIABLE)):

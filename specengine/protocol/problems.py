@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specengine.errors import ContextLengthError, InputError, QueueFullError, SpecEngineError, shown
+from specengine.errors import ContextLengthError, InputError, SpecEngineError, shown
 from specengine.request.declared import declarations
 
 if TYPE_CHECKING:
@@ -116,9 +116,10 @@ def refused(place: str, message: str) -> RequestError:
     return RequestError(400, f"{place}: {message}", place)
 
 
-def unavailable(state: str) -> RequestError:
+def unavailable(state: str, *why: object) -> RequestError:
     """Return the error for a worker in this state, in which it begins no answers."""
-    return RequestError(503, _UNAVAILABLE[state], code=state, headers={"Retry-After": "5"})
+    message = ": ".join(map(str, [_UNAVAILABLE[state], *why]))
+    return RequestError(503, message, code=state, headers={"Retry-After": "5"})
 
 
 def json_response(
@@ -139,8 +140,6 @@ def of_error(error: Exception, names: Mapping[str, str] | None = None) -> Reques
         return error
     if isinstance(error, ContextLengthError):
         return PromptTooLongError(error, (names or {}).get("prompt", "prompt"))
-    if isinstance(error, QueueFullError):
-        return RequestError(429, str(error), code="queue_full")
     if isinstance(error, InputError):
         message = str(error)
         match = _FIELD.match(message)

@@ -22,7 +22,9 @@ class Settings(Checked):
     origins             web origins that browsers may call from (CORS); `*` for all
     parallel            answers at once, on the native forward; each has caches of its own; None: by the memory that is
                         free, and 1 in a replica
-    queue               requests that may wait while as many as may are answered
+    queue               requests that may wait while as many as may are answered, of each model
+    max_models          that are loaded at once; None: all for which there is memory
+    max_model_memory    GiB that the files of loaded models may have; None: what is free decides
     max_body_bytes      of a request
     max_prompt_tokens   None: what the model's context holds
     max_tokens          of an answer; None: what the model's context holds
@@ -94,6 +96,14 @@ class Settings(Checked):
         default=16,
         metavar="N",
         help="requests that may wait (default 16)",
+    )
+    max_models: int | None = option(
+        COUNT, metavar="N", help="models loaded at once (default: all that fit)"
+    )
+    max_model_memory: float | None = option(
+        ABOVE_0,
+        metavar="GIB",
+        help="size of loaded models' files (default: as memory holds)",
     )
     max_body_bytes: int = option(
         COUNT,

@@ -2,22 +2,25 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
+from prometheus_client import Counter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from specengine.errors import SpecEngineError, shown
+from specengine.engine import Engine
+from specengine.errors import SpecEngineError
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.dialects import Dialect
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.problems import RequestError, json_response, of_error, unavailable
+from specengine.protocol.problems import json_response, of_error, unavailable
 from specengine.protocol.replies import Reply
-from specengine.protocol.requests import Sampling
-from specengine.protocol.settings import Settings
+from specengine.protocol.requests import CompletionRequest, Sampling
+from specengine.serve.models import Models
 from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker, log
 
 T = TypeVar("T")
@@ -40,13 +43,12 @@ class Coming(NamedTuple):
 
 
 async def answered(
-    worker: Worker, settings: Settings, dialect: Dialect[Any], body: BaseModel, request: Request
+    models: Models, dialect: Dialect[Any], body: BaseModel, request: Request
 ) -> Response:
     """Return the response to one request, whole or as a stream; RequestError."""
-    require_ready(worker.state)
+    require_ready(models.first.state)
     asked = dialect.translated(body)
-    if asked.model is not None and settings.strict_model:
-        require_model(asked.model, settings)
+    worker = models.named(asked.model)
     for note in getattr(body, "notes", ()):
         log.warning("%s", note)
     names: Mapping[str, str] = dialect.names
@@ -54,13 +56,34 @@ async def answered(
         checked = await read_beside(
             asked,
             lambda: [
-                CheckedRequest(each, settings, renamed=dialect.names) for each in asked.each()
+                CheckedRequest(each, worker.settings, renamed=dialect.names)
+                for each in asked.each()
             ],
         )
         names = checked[0].names
-        assert worker.engine is not None
-        reply = dialect.reply(body, asked, settings.name, worker.engine.tokenizer)
-        return await _answered(worker, checked, reply, request, bool(asked.stream))
+
+        @functools.cache  # of the first event, before which the model may not have been loaded
+        def reply() -> Reply:
+            tokenizer = worker.beside and worker.beside.tokenizer
+            return dialect.reply(body, asked, worker.settings.name, tokenizer)
+
+        async with contextlib.AsyncExitStack() as stack:
+            coming = await stack.enter_async_context(
+                contextlib.aclosing(events(worker, checked, request))
+            )
+            if not asked.stream:
+                answers = await _whole(checked, coming)
+                return json_response(reply().whole(answers))
+            # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
+            first = await anext(coming)
+            if isinstance(first, Coming) and isinstance(first.event, Failed):
+                raise of_error(first.event.error, names)
+            stack.pop_all()  # the stream closes it
+            shape, failed = dialect.reply, models.metrics.failed
+            return StreamingResponse(
+                _stream(failed, checked, reply, shape.ping, first, coming),
+                media_type=shape.media_type,
+            )
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except SpecEngineError as error:
@@ -72,25 +95,6 @@ async def read_beside(asked: Sampling, read: Callable[[], T]) -> T:
     if not asked.constraints:
         return read()
     return await anyio.to_thread.run_sync(read, limiter=_READ_AT_ONCE)
-
-
-async def _answered(
-    worker: Worker, asked: list[CheckedRequest], reply: Reply, request: Request, streams: bool
-) -> Response:
-    async with contextlib.AsyncExitStack() as stack:
-        coming = await stack.enter_async_context(
-            contextlib.aclosing(events(worker, asked, request))
-        )
-        if not streams:
-            return json_response(reply.whole(await _whole(asked, coming)))
-        # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
-        first = await anext(coming)
-        if isinstance(first, Coming) and isinstance(first.event, Failed):
-            raise of_error(first.event.error, asked[0].names)
-        stack.pop_all()  # the stream closes it
-        return StreamingResponse(
-            _stream(worker, asked, reply, first, coming), media_type=reply.media_type
-        )
 
 
 async def _whole(
@@ -110,9 +114,10 @@ async def _whole(
 
 
 async def _stream(
-    worker: Worker,
+    failed: Counter,
     asked: Sequence[CheckedRequest],
-    reply: Reply,
+    reply: Callable[[], Reply],
+    ping: bytes,
     come: Coming | Waiting | None,
     coming: AsyncGenerator[Coming | Waiting | None, None],
 ) -> AsyncIterator[bytes]:
@@ -120,14 +125,14 @@ async def _stream(
     try:
         while True:
             if come is None:
-                if reply.ping:
-                    yield reply.ping
+                if ping:
+                    yield ping
             elif isinstance(come, Waiting):
                 yield b": %d before\n\n" % come.before
             elif isinstance(come.event, Failed):
                 problem = of_error(come.event.error, asked[come.place].names)
-                worker.metrics.failed.labels(problem.status).inc()
-                yield reply.failed(problem)
+                failed.labels(problem.status).inc()
+                yield reply().failed(problem)
                 return
             else:
                 for part in telling.of(come.place, come.event):
@@ -144,7 +149,7 @@ async def _stream(
 class _Telling:
     """What is told of several answers that come at once."""
 
-    def __init__(self, reply: Reply, count: int) -> None:
+    def __init__(self, reply: Callable[[], Reply], count: int) -> None:
         self._reply, self._count = reply, count
         self._begun: set[int] = set()
         self._ended: dict[int, Completion] = {}
@@ -156,14 +161,14 @@ class _Telling:
     def of(self, place: int, event: Piece | Ended) -> Iterator[bytes]:
         if place not in self._begun:
             self._begun.add(place)
-            yield from self._reply.begin(place, event.answer)
+            yield from self._reply().begin(place, event.answer)
         if not isinstance(event, Ended):
-            yield from self._reply.piece(place, event)
+            yield from self._reply().piece(place, event)
             return
         self._ended[place] = event.answer
-        yield from self._reply.end(place, event.answer)
+        yield from self._reply().end(place, event.answer)
         if self.whole:
-            yield from self._reply.finish([self._ended[each] for each in range(self._count)])
+            yield from self._reply().finish([self._ended[each] for each in range(self._count)])
 
 
 class _PlaceInQueue:
@@ -190,7 +195,7 @@ class _PlaceInQueue:
 async def events(
     worker: Worker, asked: Sequence[CheckedRequest], request: Request
 ) -> AsyncGenerator[Coming | Waiting | None, None]:
-    """Yield the events of all answers, and None after `ping_seconds` of silence. QueueFullError, ClientGoneError.
+    """Yield the events of all answers, and None after `ping_seconds` of silence. RequestError, ClientGoneError.
 
     A request that asks for cycles is told its place in the queue as long as it waits, then None.
     Leaving it early frees the engine, or the places in the queue.
@@ -249,11 +254,14 @@ def require_ready(state: str) -> None:
         raise unavailable(state)
 
 
-def require_model(name: str, settings: Settings) -> None:
-    if name != settings.name:
-        raise RequestError(
-            404,
-            f"model: got {shown(name)}, this server has {settings.name!r}",
-            "model",
-            "model_not_found",
-        )
+async def loaded(worker: Worker) -> Engine:
+    """Return the engine; where there is none, once a request for no token has had it loaded. RequestError."""
+    require_ready(worker.state)
+    while (engine := worker.engine) is None:
+        inbox: asyncio.Queue[Coming] = asyncio.Queue()
+        nothing = CompletionRequest(prompt=[0], max_tokens=0)
+        worker.jobs.submit(_job(CheckedRequest(nothing, worker.settings), 0, 0, inbox))
+        while not isinstance(event := (await inbox.get()).event, Ended):
+            if isinstance(event, Failed):
+                raise of_error(event.error)
+    return engine

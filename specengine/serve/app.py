@@ -19,24 +19,26 @@ from specengine.protocol import ollama
 from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
 from specengine.protocol.settings import Settings
-from specengine.serve.answering import answered, require_model, require_ready
+from specengine.serve.answering import answered, loaded, require_ready
 from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, PlainPaths
-from specengine.serve.memory import give_back
+from specengine.serve.models import Models, give_back
 from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
 
 
-def create_app(worker: Worker, settings: Settings) -> FastAPI:
-    """Return the application. The worker starts and ends with it."""
+def create_app(models: Models) -> FastAPI:
+    """Return the application. The workers of the models start and end with it."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        for worker in models.workers.values():
+            worker.start()
         giving_back = asyncio.create_task(give_back())
         yield
         giving_back.cancel()
-        worker.stop()
+        for worker in models.workers.values():
+            worker.stop()
 
     app = FastAPI(
         title="specengine",
@@ -46,14 +48,14 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         docs_url=None,  # they would fetch scripts from elsewhere
         redoc_url=None,
         responses={"default": {"description": "refused or failed"}},
-        middleware=middleware(settings, worker.metrics.failed),
+        middleware=middleware(models.settings, models.metrics.failed),
     )
     app.router.route_class = BodyRoute
     add_page(app)
-    _tell_problems(app, worker)
-    _operation(app, worker, settings)
-    _answering(app, worker, settings)
-    add_texts(app, worker, settings)
+    _tell_problems(app, models)
+    _operation(app, models)
+    _answering(app, models)
+    add_texts(app, models)
     return app
 
 
@@ -70,12 +72,10 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     return [Middleware(PlainPaths), *([cors] if settings.origins else []), guard]
 
 
-def _tell_problems(app: FastAPI, worker: Worker) -> None:
+def _tell_problems(app: FastAPI, models: Models) -> None:
     def told(problem: RequestError, request: Request) -> Response:
         if request.url.path not in HEALTH:  # who asks whether requests are taken has made none
-            worker.metrics.failed.labels(problem.status).inc()
-        if problem.status == 429:
-            problem.headers["Retry-After"] = str(worker.jobs.retry_seconds)
+            models.metrics.failed.labels(problem.status).inc()
         return problem.response(request.url.path)
 
     @app.exception_handler(RequestError)
@@ -112,15 +112,15 @@ async def alive(_: Request) -> Response:
     return json_response({"status": "ok", "version": specengine.__version__})
 
 
-def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
+def _operation(app: FastAPI, models: Models) -> None:
     for path in ALIVE:
         app.add_api_route(path, alive, methods=["GET"], summary="200 from the start, the version")
 
     @app.get("/ready", summary="200 while requests are taken, else 503")
     @app.get("/health", summary="the same")
     async def health() -> Response:
-        require_ready(worker.state)
-        return json_response({"status": "ok", "parallel": worker.jobs.parallel})
+        require_ready(models.first.state)
+        return json_response({"status": "ok", "parallel": models.first.jobs.parallel})
 
     # in a thread
     app.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)
@@ -131,51 +131,49 @@ def _operation(app: FastAPI, worker: Worker, settings: Settings) -> None:
 
     @app.get("/metrics", summary="For Prometheus", response_class=Response, responses=text)
     async def metrics() -> Response:
-        return Response(
-            worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return Response(models.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def described() -> dict[str, Any]:
+    def described(worker: Worker) -> dict[str, Any]:
         require_ready(worker.state)
-        assert worker.engine is not None
-        context = worker.engine.target.max_context
         return {
-            "id": settings.name,
+            "id": worker.settings.name,
             "object": "model",
             "created": started,
             "owned_by": "specengine",
-            "max_model_len": context,
+            "max_model_len": worker.beside and worker.beside.max_context,
+            "status": {"value": "unloaded" if worker.engine is None else "loaded"},
         }
 
     started = int(time.time())
 
-    @app.get("/v1/models", summary="The one model")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [described()]})
+    @app.get("/v1/models", summary="The models")
+    async def listed() -> Response:
+        data = [described(worker) for worker in models.workers.values()]
+        return json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{model:path}", summary="The model of that name")
     async def model(model: str) -> Response:
-        require_model(model, settings)
-        return json_response(described())
+        return json_response(described(models.exactly(model)))
 
 
-def _answering(app: FastAPI, worker: Worker, settings: Settings) -> None:
+def _answering(app: FastAPI, models: Models) -> None:
     for path, dialect in DIALECTS.items():
         app.add_api_route(
             path,
-            _endpoint(worker, settings, dialect),
+            _endpoint(models, dialect),
             methods=["POST"],
             summary=dialect.about,
             responses={200: {"content": {dialect.reply.media_type: {"schema": {}}}}},
         )
 
 
-def _endpoint(worker: Worker, settings: Settings, dialect: Dialect[Any]) -> Callable[..., Any]:
+def _endpoint(models: Models, dialect: Dialect[Any]) -> Callable[..., Any]:
     async def answer(body: Any, request: Request) -> Response:
         if isinstance(body, ollama.ChatBody | ollama.GenerateBody) and ollama.is_empty(body):
-            require_ready(worker.state)
-            return json_response(ollama.loaded(body, settings.name))
-        return await answered(worker, settings, dialect, body, request)
+            worker = models.named(body.model)
+            await loaded(worker)
+            return json_response(ollama.loaded(body, worker.settings.name))
+        return await answered(models, dialect, body, request)
 
     answer.__annotations__ = {"body": dialect.given, "request": Request, "return": Response}
     return answer

@@ -56,8 +56,9 @@ from specengine.serve.answering import PLACE_SECONDS, require_ready
 from specengine.serve.app import alive, create_app, middleware
 from specengine.serve.guards import ALIVE, HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
+from specengine.serve.models import Models, ServedModel
 from specengine.serve.server import connections, logging_of, open_socket
-from specengine.serve.worker import MAX_RETRY_SECONDS, Worker, log
+from specengine.serve.worker import MAX_RETRY_SECONDS, log
 
 LOADING_SECONDS = 0.05  # between two looks
 LOST = "replica_lost"
@@ -240,7 +241,7 @@ def _wants_place(asking: HttpRequest) -> bool:
 async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> None:
     """Send what a replica says; RequestError where it ends before it has said any of its answer.
 
-    A status is sent with what comes behind it: a replica that ends between the two has not answered.
+    A status is sent with what comes after it: a replica that ends between the two has not answered.
     """
     start: Message | None = None
     media = ""
@@ -343,11 +344,17 @@ class Replica:
         """Wait until the engine is loaded; raises the errors of loading."""
         if cluster.is_alone():
             _listen_here_alone()
-        self._worker = Worker(load, settings.queue, Metrics(), settings.parallel or 1)
-        self._app = create_app(
-            self._worker,
-            dataclasses.replace(settings, api_keys=(), origins=(), allowed_hosts=("*",)),
+        self._models = Models(
+            [ServedModel(settings.name, load)],
+            dataclasses.replace(
+                settings,
+                api_keys=(),
+                origins=(),
+                allowed_hosts=("*",),
+                parallel=settings.parallel or 1,
+            ),
         )
+        self._worker, self._app = self._models.first, create_app(self._models)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
         while self._worker.state == "loading":
@@ -386,7 +393,7 @@ class Replica:
         """Return the replica's id, and its counters in Prometheus' text format."""
         return (
             serve.get_replica_context().replica_id.unique_id,
-            self._worker.metrics.text().decode(),
+            self._models.figures().decode(),
         )
 
     def check_health(self) -> None:

@@ -33,11 +33,16 @@ _TIMES = {
 }
 
 
-class Metrics:
-    """Metrics of one server; two servers in a process share none."""
+class Metrics(Collector):
+    """Metrics of one model; two servers in a process share none.
+
+    answering: whose use of caches is reported too, and of a pool the rows of forward passes; None: nothing is loaded
+    """
 
     def __init__(self) -> None:
+        self.answering: Pool | Engine | None = None
         registry = self.registry = CollectorRegistry()
+        registry.register(self)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"specengine_{name}", text, labels, registry=registry)
@@ -63,21 +68,6 @@ class Metrics:
         )
         self.failed = counter(
             "request_failure", "Requests refused or failed, by HTTP status", ("status",)
-        )
-
-    def watch(self, answering: Pool | Engine) -> None:
-        """Report the use of caches too, and of a pool the rows of forward passes."""
-        if isinstance(answering, Pool):
-            self.registry.register(_AtOnce(answering))
-            return
-        used = Gauge(
-            USAGE,
-            "Part of the context that the prompt and answer under way fill",
-            registry=self.registry,
-        )
-        target = answering.target
-        used.set_function(
-            lambda: len(target.tokens) / target.max_context if answering.is_busy else 0.0
         )
 
     def count(self, answer: Completion, ended: str, waited: float, whole: float) -> None:
@@ -108,15 +98,16 @@ class Metrics:
         """Return Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
 
-
-class _AtOnce(Collector):
-    """Figures of a pool's forward passes and caches, read when they are asked for."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
     def collect(self) -> Iterator[Metric]:
-        pool, scheduler = self._pool, self._pool.scheduler
+        """Yield the figures of forward passes and caches, read when they are asked for."""
+        pool = self.answering
+        if isinstance(pool, Engine):
+            share = len(pool.target.tokens) / pool.target.max_context if pool.is_busy else 0.0
+            yield GaugeMetricFamily(
+                USAGE, "Part of the context that the prompt and answer under way fill", share
+            )
+        if not isinstance(pool, Pool):
+            return
         used = sum(
             bytes_used(engine)
             for engine in pool.engines
@@ -132,8 +123,8 @@ class _AtOnce(Collector):
         yield SummaryMetricFamily(
             "specengine_iteration_tokens",
             "Rows of each forward pass, of all requests",
-            scheduler.forwards,
-            scheduler.rows,
+            pool.scheduler.forwards,
+            pool.scheduler.rows,
         )
 
 
@@ -144,9 +135,11 @@ class Added:
     """Sums over replicas, and means of shares.
 
     What a replica had counted stays when it has gone, what it was just doing does not.
+    label: of the names of those that have one, which are told apart by it and not added
     """
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
+        self._label = label
         self._latest: dict[str, list[Metric]] = {}
         self._gone: set[str] = set()
 
@@ -168,17 +161,17 @@ class Added:
                 )
                 shares[family.name] += 1
                 for sample in family.samples:
-                    key = sample.name, tuple(sorted(sample.labels.items()))
+                    whose = {self._label: replica} if self._label and replica else {}
+                    key = sample.name, tuple(sorted((sample.labels | whose).items()))
                     created = sample.name.endswith("_created")
                     known = samples.get(key, float("inf") if created else 0.0)
                     samples[key] = min(known, sample.value) if created else known + sample.value
         for metric, samples in sums.values():
-            count = shares[metric.name] if metric.name.endswith(SHARE) else 1
+            is_mean = metric.name.endswith(SHARE) and not self._label
+            count = shares[metric.name] if is_mean else 1
             for (name, labels), value in samples.items():
                 metric.add_sample(name, dict(labels), value / count)
             yield metric
 
     def text(self) -> bytes:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
+        return generate_latest(self)

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -19,14 +19,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specengine.engine import Engine
 from specengine.errors import InputError
-from specengine.protocol.problems import RequestError
+from specengine.protocol.problems import RequestError, unavailable
 from specengine.protocol.settings import Settings
 from specengine.serve.app import create_app
-from specengine.serve.memory import limit_arenas
-from specengine.serve.metrics import Metrics
-from specengine.serve.worker import Worker
+from specengine.serve.models import Models, ServedModel, limit_arenas
 
 MAX_HEADER_BYTES = 1 << 16
 MAX_FRAMING = 2  # bytes received per byte of a body, once PIECE_BYTES more have come
@@ -211,13 +208,10 @@ def logging_of(level: str) -> dict[str, Any]:
 class Server(uvicorn.Server):
     """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
 
-    def __init__(self, worker: Worker, settings: Settings, **options: Any) -> None:
-        super().__init__(
-            uvicorn.Config(
-                create_app(worker, settings), lifespan="on", **connections(settings), **options
-            )
-        )
-        self.worker, self.drain_seconds = worker, settings.drain_seconds
+    def __init__(self, models: Models, **options: Any) -> None:
+        limits = connections(models.settings)
+        super().__init__(uvicorn.Config(create_app(models), lifespan="on", **limits, **options))
+        self.models = models
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -226,11 +220,14 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        end = time.monotonic() + self.drain_seconds
-        self.worker.drain()
-        while not self.worker.jobs.idle and time.monotonic() < end:
+        end = time.monotonic() + self.models.settings.drain_seconds
+        workers = self.models.workers.values()
+        for worker in workers:
+            worker.drain()
+        while not all(worker.jobs.idle for worker in workers) and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        self.worker.jobs.abandon()
+        for worker in workers:
+            worker.jobs.abandon(unavailable("stopping"))
         # to be read by their clients
         self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)
         await super().shutdown(sockets)
@@ -240,22 +237,22 @@ Beside = Callable[[Callable[[], bool]], AbstractContextManager[None]]
 
 
 def run(
-    load: Callable[[], Engine],
+    models: Sequence[ServedModel],
     settings: Settings,
     listening: Callable[[str], None],
     beside: Beside = lambda idle: nullcontext(),
 ) -> None:
-    """Serve until a signal says to stop; what `load` raises comes out here.
+    """Serve until a signal says to stop; what the first model's `load` raises comes out here.
 
-    load: makes the engine, in the worker's thread; listening: told the address before anything is loaded; beside:
-    returns a context for serving, told how to ask whether nothing is answered.
+    listening: told the address before anything is loaded; beside: returns a context for serving, told how to ask
+    whether the first model answers nothing.
     InputError where the address cannot be had.
     """
     opened, address = open_socket(settings)
     listening(address)
     limit_arenas()
-    worker = Worker(load, settings.queue, Metrics(), settings.parallel)
-    server = Server(worker, settings, log_config=logging_of(settings.log_level))
+    served = Models(models, settings)
+    server, worker = Server(served, log_config=logging_of(settings.log_level)), served.first
     worker.failed = lambda: setattr(server, "should_exit", True)
     with opened, beside(lambda: worker.state == "ready" and worker.jobs.idle):
         server.run(sockets=[opened])

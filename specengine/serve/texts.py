@@ -20,12 +20,12 @@ from specengine.protocol.messages import Body
 from specengine.protocol.preparing import CheckedRequest, ModelLimits
 from specengine.protocol.problems import RequestError, json_response, of_error
 from specengine.protocol.requests import ChatRequest
-from specengine.protocol.settings import Settings
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request import templates
 from specengine.request.prompts import Room
 from specengine.request.text import Decoder
-from specengine.serve.answering import read_beside, require_model, require_ready
+from specengine.serve.answering import loaded, read_beside, require_ready
+from specengine.serve.models import Models
 from specengine.serve.worker import Worker
 
 Result = TypeVar("Result")
@@ -33,20 +33,17 @@ EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/embedding", "/api/embed", "/api
 
 
 class TextReader:
-    """Reads texts beside the worker, with a tokenizer of its own: its state is set for each text."""
+    """Reads texts beside the workers, with a tokenizer of its own: its state is set for each text."""
 
-    def __init__(self, worker: Worker, settings: Settings) -> None:
-        self.worker, self.settings = worker, settings
+    def __init__(self, models: Models) -> None:
+        self.models = models
 
-    @property
-    def engine(self) -> Engine:
-        require_ready(self.worker.state)
-        assert self.worker.engine is not None
-        return self.worker.engine
-
-    async def read(self, work: Callable[[Engine, ModelLimits], Result]) -> Result:
-        """Return the result of `work`, in a thread; RequestError."""
-        engine, limits = self.engine, self.worker.beside
+    async def read(
+        self, model: str | None, work: Callable[[Engine, ModelLimits], Result]
+    ) -> Result:
+        """Return the result of `work`, in a thread; RequestError. model: as the request names it."""
+        worker = self.models.named(model)
+        engine, limits = await loaded(worker), worker.beside
         assert limits is not None
 
         def run() -> Result:
@@ -59,23 +56,24 @@ class TextReader:
             raise of_error(error) from error
 
 
-def add_texts(app: FastAPI, worker: Worker, settings: Settings) -> None:
+def add_texts(app: FastAPI, models: Models) -> None:
     """Add the endpoints."""
-    texts = TextReader(worker, settings)
-    _tokens(app, texts)
-    _ollama(app, texts)
+    _tokens(app, TextReader(models))
+    _ollama(app, models)
     for path in EMBEDDINGS:
         app.add_api_route(path, refuse_embeddings, methods=["POST"], include_in_schema=False)
 
     @app.get("/props", summary="What llama.cpp's server says of a model")
-    async def props() -> Response:
-        tokenizer, context = texts.engine.tokenizer, texts.engine.target.max_context
+    async def props(model: str | None = None) -> Response:
+        worker = models.named(model)
+        engine = await loaded(worker)
+        tokenizer, context = engine.tokenizer, engine.target.max_context
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": context, "params": {}},
                 "total_slots": worker.jobs.parallel,
-                "model_alias": settings.name,
-                "model_path": texts.engine.target.name,
+                "model_alias": worker.settings.name,
+                "model_path": engine.target.name,
                 "chat_template": template_of(tokenizer),
                 "bos_token": getattr(tokenizer, "bos_token", None),
                 "eos_token": getattr(tokenizer, "eos_token", None),
@@ -99,31 +97,34 @@ def _tokens(app: FastAPI, texts: TextReader) -> None:
     @app.post("/tokenize", summary="Tokens of a text, as llama.cpp and vLLM do")
     async def tokenize(body: TokenizeBody) -> Response:
         return json_response(
-            await texts.read(lambda engine, limits: tokens_of(body, engine, limits))
+            await texts.read(body.model, lambda engine, limits: tokens_of(body, engine, limits))
         )
 
     @app.post("/detokenize", summary="Text of tokens, as llama.cpp and vLLM do")
     async def detokenize(body: DetokenizeBody) -> Response:
-        text = await texts.read(lambda engine, limits: text_of_ids(body.tokens, engine, limits))
+        text = await texts.read(
+            body.model, lambda engine, limits: text_of_ids(body.tokens, engine, limits)
+        )
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template", summary="The prompt of a conversation, as a text")
     async def apply_template(body: ChatRequest) -> Response:
-        asked = await read_beside(body, lambda: CheckedRequest(body, texts.settings))
+        asked = await read_beside(body, lambda: CheckedRequest(body, texts.models.settings))
 
         def prompt(engine: Engine, limits: ModelLimits) -> str:
             asked.require_possible(limits)
             return filled(body, limits)
 
-        return json_response({"prompt": await texts.read(prompt)})
+        return json_response({"prompt": await texts.read(body.model, prompt)})
 
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
         counted = COUNTING.translated(body)
         asked = await read_beside(
-            counted, lambda: CheckedRequest(counted, texts.settings, renamed=anthropic.NAMES)
+            counted, lambda: CheckedRequest(counted, texts.models.settings, renamed=anthropic.NAMES)
         )
-        return json_response({"input_tokens": len(await texts.read(asked.prompt_ids))})
+        tokens = await texts.read(counted.model, asked.prompt_ids)
+        return json_response({"input_tokens": len(tokens)})
 
 
 def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[str, Any]:
@@ -197,27 +198,28 @@ class ModelNamed(Body, extra="ignore"):
     name: str | None = None
 
 
-def _ollama(app: FastAPI, texts: TextReader) -> None:
-    settings, started = texts.settings, ollama.now()
+def _ollama(app: FastAPI, models: Models) -> None:
+    started = ollama.now()
 
-    def described() -> dict[str, Any]:
-        engine = texts.engine
-        config = getattr(getattr(engine.target, "lm", None), "config", None)
+    def described(worker: Worker) -> dict[str, Any]:
+        require_ready(worker.state)
+        target = getattr(worker.engine, "target", None)
+        lm, name = getattr(target, "lm", None), worker.settings.name
+        config = getattr(lm, "config", None)
         details = {
             "parent_model": "",
-            "format": engine.target.backend,
+            "format": getattr(target, "backend", ""),
             "families": None,
             "family": str(getattr(config, "model_type", "")),
             "parameter_size": "",
             "quantization_level": "",
         }
-        digest = hashlib.sha256(f"{engine.target.name} {settings.name}".encode()).hexdigest()
         return {
-            "name": settings.name,
-            "model": settings.name,
+            "name": name,
+            "model": name,
             "modified_at": started,
-            "digest": digest,
-            "size": int(getattr(getattr(engine.target, "lm", None), "weight_bytes", 0)),
+            "digest": hashlib.sha256(name.encode()).hexdigest(),
+            "size": int(getattr(lm, "weight_bytes", 0)),
             "details": details,
         }
 
@@ -225,47 +227,49 @@ def _ollama(app: FastAPI, texts: TextReader) -> None:
     async def version() -> Response:
         return json_response({"version": ollama.VERSION, "specengine": specengine.__version__})
 
-    @app.get("/api/tags", summary="The one model, as Ollama lists it")
+    @app.get("/api/tags", summary="The models, as Ollama lists them")
     async def tags() -> Response:
-        return json_response({"models": [described()]})
+        return json_response({"models": [described(worker) for worker in models.workers.values()]})
 
-    @app.get("/api/ps", summary="The one model, which stays loaded")
+    @app.get("/api/ps", summary="The models that are loaded")
     async def running() -> Response:
-        engine, known = texts.engine, described()
+        listed = [
+            (described(worker), engine.target)
+            for worker in models.workers.values()
+            if (engine := worker.engine) is not None
+        ]
         return json_response(
             {
                 "models": [
                     known
                     | {
                         "expires_at": "2318-01-01T00:00:00Z",
-                        "size_vram": known["size"] if engine.target.device.type == "cuda" else 0,
-                        "context_length": engine.target.max_context,
+                        "size_vram": known["size"] if target.device.type == "cuda" else 0,
+                        "context_length": target.max_context,
                     }
+                    for known, target in listed
                 ]
             }
         )
 
-    @app.post("/api/show", summary="The one model, as Ollama shows it")
+    @app.post("/api/show", summary="A model, as Ollama shows it, which loads none")
     async def show(body: ModelNamed) -> Response:
-        asked = body.model or body.name
-        if asked is not None and settings.strict_model:
-            require_model(asked, settings)
-        engine, known = texts.engine, described()
+        worker = models.named(body.model or body.name)
+        known, limits = described(worker), worker.beside
+        tokenizer = limits and limits.tokenizer
         family = known["details"]["family"] or "model"
         info = {
             "general.architecture": family,
-            f"{family}.context_length": engine.target.max_context,
+            f"{family}.context_length": limits and limits.max_context,
         }
         return json_response(
             {
                 "modelfile": "",
                 "parameters": "",
-                "template": template_of(engine.tokenizer),
+                "template": template_of(tokenizer),
                 "details": known["details"],
-                "model_info": info | {f"{family}.vocab_size": engine.target.vocab_size},
-                "capabilities": await texts.read(
-                    lambda engine, limits: _capabilities(limits.tokenizer)
-                ),
+                "model_info": info,
+                "capabilities": await asyncio.to_thread(_capabilities, tokenizer),
                 "modified_at": known["modified_at"],
             }
         )

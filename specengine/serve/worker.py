@@ -23,10 +23,11 @@ from specengine.engine import (
     parallel_of,
 )
 from specengine.engine.scheduler import Task, run_tasks
-from specengine.errors import InputError, QueueFullError
+from specengine.errors import InputError
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
 from specengine.protocol.problems import RequestError, unavailable
+from specengine.protocol.settings import Settings
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import longest_token
 from specengine.serve.metrics import Metrics
@@ -114,6 +115,8 @@ class JobQueue:
     parallel  how many are answered at once
     limits    of the model, once it is loaded
     answered  the jobs whose answers are under way
+    used      time.monotonic() of the last job that came
+    paused    time.perf_counter() since when those that come wait
     """
 
     def __init__(self, waiting: int, parallel: int) -> None:
@@ -121,6 +124,8 @@ class JobQueue:
         self.limits: ModelLimits | None = None
         self.answered: set[Job] = set()
         self.is_closed = False
+        self.paused = math.inf
+        self.used = 0.0
         self._waiting: deque[Job] = deque()
         self._most = waiting
         self._clients = Clients()
@@ -131,7 +136,7 @@ class JobQueue:
         return len(self._waiting)
 
     def submit(self, *jobs: Job) -> None:
-        """Put into the queue, all or none; QueueFullError where as many wait as may, InputError for a text that fits
+        """Put into the queue, all or none; RequestError where as many wait as may, InputError for a text that fits
         no context, and for more jobs than may ever wait.
         """
         most = self._most + self.parallel
@@ -146,14 +151,18 @@ class JobQueue:
         with self._changed:
             waiting = len(self._waiting)
             if waiting + len(jobs) > most - len(self.answered):
-                raise QueueFullError(
-                    f"{waiting} requests wait already; try again in {self.retry_seconds} s"
+                raise RequestError(
+                    429,
+                    f"{waiting} requests wait already; try again in {self.retry_seconds} s",
+                    code="queue_full",
+                    headers={"Retry-After": str(self.retry_seconds)},
                 )
             asking = {other.ticket.client for other in (*self._waiting, *self.answered)}
             for job in jobs:
                 job.ticket.client = self._clients.of(job.who, asking)
                 asking.add(job.ticket.client)
             self._waiting += jobs
+            self.used = time.monotonic()
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
@@ -188,7 +197,7 @@ class JobQueue:
         turns = max((len(self._waiting) + len(self.answered)) / self.parallel, 1)
         return min(max(math.ceil(self._mean_seconds * turns), 1), MAX_RETRY_SECONDS)
 
-    def abandon(self) -> None:
+    def abandon(self, problem: RequestError) -> None:
         """Fail all jobs whose answers have not ended."""
         with self._changed:
             jobs = [*self._waiting, *self.answered]
@@ -196,7 +205,7 @@ class JobQueue:
                 job.ticket.cancel()
             self._waiting.clear()
         for job in jobs:
-            job.deliver(Failed(unavailable("stopping")))
+            job.deliver(Failed(problem))
 
     def _has_place(self, job: Job) -> bool:
         """Return whether a job need not wait for an answer's end; a client that has none under way may be one more."""
@@ -206,16 +215,18 @@ class JobQueue:
         return len(self.answered) < self.parallel + spare
 
     def first(self, suits: Callable[[Job], bool], wait: bool = True) -> Job | None:
-        """Return the first in line of the jobs that suit; None where the worker stops, or has none now."""
+        """Return the first in line of the jobs that suit; None where the worker stops or pauses, or has none now."""
         with self._changed:
             while not self.is_closed:
                 if (
                     job := min(
-                        filter(suits, self._waiting), key=lambda job: job.ticket.rank, default=None
+                        (job for job in self._waiting if job.came < self.paused and suits(job)),
+                        key=lambda job: job.ticket.rank,
+                        default=None,
                     )
                 ) is not None:
                     return job
-                if not wait:
+                if not wait or self.paused < math.inf:
                     return None
                 self._changed.wait()
             return None
@@ -242,6 +253,13 @@ class JobQueue:
         with self._changed:
             self._changed.notify_all()
 
+    def pause(self, until: Callable[[], bool]) -> None:
+        """Give out no more than there is, and wait until a thread that calls `wake` has seen to it."""
+        with self._changed:
+            self.paused = time.perf_counter()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.is_closed or until())
+
     def close(self) -> None:
         """Cancel all jobs, and give out no more."""
         with self._changed:
@@ -257,25 +275,30 @@ class Worker:
     One that takes long to read is passed by those behind it until a thread beside has read it. Answers at once run on
     engines that share the weights (engine.Pool); one goes to the engine that holds most of its prompt.
 
+    Its state begins with `loading`: the engine is loaded at the start. If it is set to `ready` before that, the first
+    job has it loaded; the jobs that wait for that fail where `load` raises, and the next one has it tried again.
+
     load      makes the engine, in the worker's thread
-    parallel  None: by the memory that is free once the engine is loaded, see engine.parallel_of
-    waiting   how many jobs may wait while as many as may are answered
-    failed    called, in that thread, if `load` raises; `failure` is then the error
+    settings  name: of the model; parallel None: by the memory that is free once the engine is loaded, see
+              engine.parallel_of
+    failed    called, in that thread, if the loading at the start raises; `failure` is then the error
+    room      returns the context for loading; nothing is loaded where that has False
     """
 
-    def __init__(
-        self, load: Callable[[], Engine], waiting: int, metrics: Metrics, parallel: int | None = 1
-    ) -> None:
+    def __init__(self, load: Callable[[], Engine], settings: Settings, metrics: Metrics) -> None:
         self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
         self.metrics = metrics
         self.engine: Engine | None = None
-        self.jobs = JobQueue(waiting, parallel or 1)
+        self.jobs = JobQueue(settings.queue, settings.parallel or 1)
         # for whoever reads texts without an answer; copied at the start, slowly
         self.beside: ModelLimits | None = None
+        self.settings = settings
+        self.room: Callable[[Worker], contextlib.AbstractContextManager[Any]] = (
+            contextlib.nullcontext
+        )
         self._load = load
-        self._by_memory = parallel is None
         self._pool: Pool | None = None
         self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
         metrics.running.set_function(lambda: len(self.jobs.answered) - self._without_room)
@@ -305,40 +328,68 @@ class Worker:
         """The number of jobs that have an engine but wait for memory for its cache."""
         return 0 if self._pool is None else len(self._pool.waiting)
 
+    def unload(self) -> None:
+        """Free the model once the answers under way have ended; a job that waits then has it loaded again."""
+        self.jobs.pause(until=lambda: self.engine is None)
+
     def _run(self) -> None:
-        try:
-            self.engine = self._load()
-            if self._by_memory:
-                self.jobs.parallel = parallel_of(self.engine)
-            if self.jobs.parallel > 1:
-                self._pool = Pool(self.engine, self.jobs.parallel, spare=SPARE)
-                if self._pool.tokenizer is not None:
-                    self._pool.tokenizer.ready()  # the first answer need not wait for it
-            self.metrics.watch(self._pool or self.engine)
-            self.jobs.limits, self.beside = limits_of(self.engine), limits_of(self.engine)
-            with contextlib.suppress(Exception):  # whoever asks for a constraint is told
-                target = self.engine.target
-                self.engine.constraint(
-                    GenerationOptions.of(
-                        {"json_object": True}, target.generation_config, 1, target.max_context
-                    )
-                )  # reads the vocabulary, which holds up all threads
-            gc.collect()
-            gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
-        except BaseException as error:  # told by whoever waits for the engine
-            self.failure, self.state = error, "failed"
-            self.failed()
-            return
-        self.state = "ready"
-        threading.Thread(target=self._read_all, name="specengine-reader", daemon=True).start()
-        log.info("ready: %r, answers at once: %d", self.engine, self.jobs.parallel)
-        engines, scheduler = (
-            ([self.engine], None)
-            if self._pool is None
-            else (self._pool.engines, self._pool.scheduler)
+        while self.state == "loading" or self.jobs.first(lambda job: True) is not None:
+            try:
+                with self.room(self) as has_room:
+                    if has_room:
+                        self._make_ready()
+            except BaseException as error:  # told by whoever waits for the engine
+                if self.state == "loading":
+                    self.failure, self.state = error, "failed"
+                    self.failed()
+                    return
+                log.error("%s could not be loaded: %s", self.settings.name, error)
+                self.jobs.abandon(unavailable("failed", error))
+            if self.engine is not None:
+                self._answer_all(self.engine, self._pool)
+            if not self.jobs.is_closed:
+                self._free()
+
+    def _make_ready(self) -> None:
+        engine = self._load()
+        if self.settings.parallel is None:
+            self.jobs.parallel = parallel_of(engine)
+        if self.jobs.parallel > 1:
+            self._pool = Pool(engine, self.jobs.parallel, spare=SPARE)
+            if self._pool.tokenizer is not None:
+                self._pool.tokenizer.ready()  # the first answer need not wait for it
+        self.metrics.answering = self._pool or engine
+        self.jobs.limits, self.beside = limits_of(engine), limits_of(engine)
+        with contextlib.suppress(Exception):  # whoever asks for a constraint is told
+            target = engine.target
+            engine.constraint(
+                GenerationOptions.of(
+                    {"json_object": True}, target.generation_config, 1, target.max_context
+                )
+            )  # reads the vocabulary, which holds up all threads
+        gc.collect()
+        gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
+        self.engine = engine
+        if self.state == "loading":
+            self.state = "ready"
+        log.info("ready: %r, answers at once: %d", engine, self.jobs.parallel)
+
+    def _answer_all(self, engine: Engine, pool: Pool | None) -> None:
+        reader = threading.Thread(
+            target=self._read_all, args=(engine,), name="specengine-reader", daemon=True
         )
+        reader.start()
+        engines, scheduler = ([engine], None) if pool is None else (pool.engines, pool.scheduler)
         for _ in run_tasks(engines, scheduler, self._take):
             pass
+        reader.join()
+
+    def _free(self) -> None:
+        self.engine = self._pool = self.metrics.answering = None
+        gc.unfreeze()
+        gc.collect()
+        self.jobs.paused = math.inf
+        self.jobs.wake()
 
     def _take(self, idle: list[Engine], wait: bool) -> tuple[Engine, Task] | None:
         job = self.jobs.take(wait)
@@ -371,9 +422,8 @@ class Worker:
         ]
         return idle[own.index(max(own))]
 
-    def _read_all(self) -> None:
+    def _read_all(self, engine: Engine) -> None:
         """Read what takes long, texts one after the other."""
-        assert self.engine is not None
         limits = self.jobs.limits
         assert limits is not None
         while (
@@ -383,12 +433,12 @@ class Worker:
             if job.asked.constrains:  # a schema of one does not wait for another's
                 threading.Thread(
                     target=self._read,
-                    args=(self.engine, job, limits),
+                    args=(engine, job, limits),
                     name="specengine-grammar",
                     daemon=True,
                 ).start()
             else:
-                self._read(self.engine, job, limits)
+                self._read(engine, job, limits)
 
     def _read(self, engine: Engine, job: Job, limits: ModelLimits) -> None:
         try:

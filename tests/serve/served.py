@@ -14,7 +14,7 @@ import httpx
 
 from specengine import Engine
 from specengine.protocol.settings import Settings
-from specengine.serve.metrics import Metrics
+from specengine.serve.models import Models, ServedModel
 from specengine.serve.server import Server
 from specengine.serve.worker import Worker
 from tests.engine.engines import engine_of
@@ -41,6 +41,7 @@ class Served:
     worker: Worker
     client: httpx.Client
     stop: Callable[[], None]
+    models: Models
 
     def post(
         self, body: dict[str, Any], path: str = "/v1/chat/completions", **options: Any
@@ -58,12 +59,16 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    load: Callable[[], Engine] = tiny_engine, *, wait: bool = True, **settings: Any
+    load: Callable[[], Engine] = tiny_engine,
+    *others: ServedModel,
+    wait: bool = True,
+    **settings: Any,
 ) -> Iterator[Served]:
     chosen = Settings(**{"name": NAME, "drain_seconds": 2} | settings)
-    worker = Worker(load, chosen.queue, Metrics(), chosen.parallel)
+    models = Models([ServedModel(NAME, load), *others], chosen)
+    worker = models.first
     opened = socket.create_server(("127.0.0.1", 0))
-    server = Server(worker, chosen, log_config=None)
+    server = Server(models, log_config=None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
     address = f"http://127.0.0.1:{opened.getsockname()[1]}"
@@ -76,7 +81,7 @@ def served(
         if wait:
             until(lambda: worker.state != "loading")
         with httpx.Client(base_url=address, timeout=60) as client:
-            yield Served(address, worker, client, stop)
+            yield Served(address, worker, client, stop, models)
     finally:
         stop()
         thread.join(20)

@@ -26,9 +26,8 @@ from specengine.cli.commands import make_parser
 from specengine.cli.serve import settings_of
 from specengine.errors import InputError
 from specengine.protocol.settings import LEVELS, Settings
-from specengine.serve.metrics import Metrics
+from specengine.serve.models import Models, ServedModel
 from specengine.serve.server import Server, logging_of, open_socket
-from specengine.serve.worker import Worker
 from tests.models.native_engines import needs_extension
 from tests.serve.processes import ROOT, free_port
 from tests.serve.served import CHAT, NAME, served, tiny_engine, until
@@ -203,15 +202,15 @@ def test_a_path_that_is_no_socket_stays_as_it_is(path: str, kind: str) -> None:
 
 def test_a_server_answers_at_a_socket_believes_its_proxy_and_takes_it_away(path: str) -> None:
     chosen = Settings(NAME, unix_socket=path, drain_seconds=2)
-    worker = Worker(lambda: tiny_engine(draft="none"), 4, Metrics())
+    models = Models([ServedModel(NAME, lambda: tiny_engine(draft="none"))], chosen)
     opened, _ = open_socket(chosen)
-    server = Server(worker, chosen, log_config=None)
+    server = Server(models, log_config=None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
     try:
         transport = httpx.HTTPTransport(uds=path)
         with httpx.Client(transport=transport, base_url="http://localhost", timeout=30) as client:
-            until(lambda: server.started and worker.state == "ready", 120)
+            until(lambda: server.started and models.first.state == "ready", 120)
             asked = CHAT | {"max_tokens": 4}
             assert client.post("/v1/chat/completions", json=asked).status_code == 200
             headers = {"X-Forwarded-For": "203.0.113.9"}

@@ -238,7 +238,7 @@ def test_a_client_that_goes_away_while_its_prompt_is_scored_frees_the_engine() -
         return rate(tokens)
 
     engine.target.rate = leaving  # type: ignore[method-assign]
-    assert list(Worker(lambda: engine, 1, Metrics())._answer(engine, job, 0.0)) == []
+    assert list(Worker(lambda: engine, Settings(NAME), Metrics())._answer(engine, job, 0.0)) == []
     assert len(rated) == 1
     assert delivered == []
     assert len(engine.generate(PROMPT, max_new_tokens=4).token_ids) == 4
@@ -258,7 +258,9 @@ def test_other_answers_go_on_between_the_pieces_of_a_prompt_that_is_scored() -> 
         return rate(tokens)
 
     engine.target.rate = rating  # type: ignore[method-assign]
-    for _ in Worker(lambda: engine, 1, Metrics())._answer(engine, Job(asked, lambda _: None), 0.0):
+    for _ in Worker(lambda: engine, Settings(NAME), Metrics())._answer(
+        engine, Job(asked, lambda _: None), 0.0
+    ):
         events.append("others")
     assert events[:3] == ["rate", "others", "rate"]
 

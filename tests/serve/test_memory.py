@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from specengine.serve import app as app_module
-from specengine.serve import memory
+from specengine.serve import models as memory
 from tests.serve.served import served
 
 needs_glibc = pytest.mark.skipif(memory._glibc() is None, reason="needs glibc")
@@ -58,7 +58,7 @@ def test_threads_share_arenas() -> None:
     code = """
 import re, sys, threading
 from ctypes import CDLL
-from specengine.serve import memory
+from specengine.serve import models as memory
 if sys.argv[1] == "limited":
     memory.limit_arenas()
 library = CDLL("libc.so.6")

@@ -219,7 +219,7 @@ def test_use_of_the_cache_of_one_engine_is_its_share_of_the_context() -> None:
 
 def test_use_of_caches_is_their_share_of_the_memory() -> None:
     pool, metrics = Pool(native_engine(), 2, memory=1 << 20), Metrics()
-    metrics.watch(pool)
+    metrics.answering = pool
     with pool.engines[0].stream("once upon a time", max_new_tokens=40) as pieces:
         next(pieces)
         target: Any = pool.engines[0].target
@@ -232,7 +232,7 @@ def test_use_of_caches_is_their_share_of_the_memory() -> None:
 def test_rows_of_forward_passes_are_added_over_replicas() -> None:
     pool = Pool(native_engine(), 2)
     metrics = Metrics()
-    metrics.watch(pool)
+    metrics.answering = pool
     pool.generate(["one", "two"], max_new_tokens=4)
     added = Added()
     added.take([("a", metrics.text().decode()), ("b", metrics.text().decode())])

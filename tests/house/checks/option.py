@@ -13,8 +13,7 @@ from specengine import Engine
 from specengine.cli import main
 from specengine.protocol.settings import Settings
 from specengine.serve.app import create_app
-from specengine.serve.metrics import Metrics
-from specengine.serve.worker import Worker
+from specengine.serve.models import ServedModel, Models
 
 folder = Path(tempfile.mkdtemp())
 torch.manual_seed(0)
@@ -57,9 +56,9 @@ with contextlib.redirect_stdout(printed):
 assert printed.getvalue().strip() == likeliest.strip()
 
 body = {"prompt": prompt, "max_tokens": 12, "temperature": 1.0, "seed": 3}
-worker = Worker(lambda: engine, 4, Metrics())
-with TestClient(create_app(worker, Settings("toy", allowed_hosts=("*",)))) as client:
-    while worker.state == "loading":
+models = Models([ServedModel("toy", lambda: engine)], Settings("toy", allowed_hosts=("*",)))
+with TestClient(create_app(models)) as client:
+    while models.first.state == "loading":
         pass
     for cutoff, same in ((0.5, True), (0, False)):
         reply = client.post("/v1/completions", json=body | {"epsilon_cutoff": cutoff}).json()
