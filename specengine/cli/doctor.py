@@ -3,15 +3,13 @@
 specengine doctor --calibrate: the times alone, of all parts of a cycle.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os
 import shutil
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,15 +26,12 @@ from specengine.cli.inspection import (
 )
 from specengine.cli.terminal import Progress, say, tell
 from specengine.cli.verdict import Seen, break_even, verdict
+from specengine.costs import PassCosts
 from specengine.costs.measuring import contexts, processor_times, share_of_others, stored
 from specengine.engine import Engine
 from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
 from specengine.replicas import cores
-
-if TYPE_CHECKING:
-    from specengine.costs import PassCosts
-
 
 EXTRAS = {  # what a user may miss, and the packages of each
     "chat": ("prompt_toolkit", "rich"),

@@ -1,7 +1,5 @@
 """specengine generate: answer one prompt."""
 
-from __future__ import annotations
-
 import argparse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+Paint = Callable[[StreamPiece], str]
+
+
 def view(engine: Engine, *, draft: bool) -> Paint:
     """Return how pieces are printed: with the draft's colours, after their legend, where they are asked for."""
     if not draft:
@@ -79,9 +80,6 @@ def _print_answer(pieces: Iterable[StreamPiece], paint: Paint, *, stream: bool) 
         if stream:
             write(texts.pop())
     write("".join(texts) + "\n")
-
-
-Paint = Callable[[StreamPiece], str]
 
 
 def plain_text(piece: StreamPiece) -> str:

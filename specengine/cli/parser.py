@@ -1,7 +1,5 @@
 """A parser whose complaints are one line, values checked while they are parsed, and arguments of several commands."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -30,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(loads=lambda arguments: None)
         self.modes: dict[str, Parser] = {}
 
-    def add_mode(self, name: str, add: Callable[[Parser], None], text: str) -> None:
+    def add_mode(self, name: str, add: "Callable[[Parser], None]", text: str) -> None:
         """Add a flag with which the command does something else, by arguments of its own."""
         self.add_argument(name, action="store_true", help=text)
         self.modes[name] = Parser(prog=f"{self.prog} {name}", description=text)

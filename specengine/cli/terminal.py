@@ -4,8 +4,6 @@ With prompt_toolkit a pasted text of several lines is one message, and Alt-Enter
 readline edits the line, as far as it is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util
@@ -16,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from specengine.files import cache_dir
 
@@ -228,7 +226,7 @@ class Markdown:
         self._redraws = self._console.is_terminal and not self._console.is_dumb_terminal
 
     @classmethod
-    def where_wanted(cls, requested: bool | None, *, interactive: bool) -> Markdown | None:
+    def where_wanted(cls, requested: bool | None, *, interactive: bool) -> Self | None:
         """Return one where it was asked for, or by default at a terminal with rich. MissingExtraError without rich."""
         shown = interactive and why_no_colours() is None
         if requested is False or (

@@ -1,18 +1,14 @@
 """One sentence on whether speculation pays here and why, from measured costs and observed acceptance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
+from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import ALL, summaries
+from specengine.costs import PassCosts
 from specengine.costs.measuring import busy, stored
-
-if TYPE_CHECKING:
-    from specengine.benchmark.records import Record
-    from specengine.costs import PassCosts
-    from specengine.engine import Engine
-    from specengine.records import Stats
+from specengine.engine import Engine
+from specengine.records import Stats
 
 SAME = 0.05  # of the speed: below what a few answers can tell
 MOSTLY_PLAIN = 1.5  # verified nodes per pass
@@ -35,7 +31,7 @@ class Seen(NamedTuple):
     gain: float | None = None
 
     @classmethod
-    def of(cls, answers: Iterable[Stats]) -> Seen | None:
+    def of(cls, answers: Iterable[Stats]) -> Self | None:
         """Return the averages over answers; None without a verification."""
         answers = list(answers)
         steps = sum(stats.num_spec_steps for stats in answers)
@@ -50,7 +46,7 @@ class Seen(NamedTuple):
         )
 
     @classmethod
-    def of_ways(cls, records: Iterable[Record], ways: Iterable[str]) -> dict[str, Seen]:
+    def of_ways(cls, records: Iterable[Record], ways: Iterable[str]) -> dict[str, Self]:
         """Return the averages of those of the ways that a benchmark timed next to plain decoding, the fastest first."""
         timed = [
             each for each in summaries(records) if each["set"] == ALL and "speed_total" in each
