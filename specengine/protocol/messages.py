@@ -1,10 +1,8 @@
 """The messages of a conversation, as clients send them and send them back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -117,7 +115,7 @@ class Message(Body, extra="allow"):
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _says_something(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if name in _THOUGHTS and isinstance(value, str):
                 continue

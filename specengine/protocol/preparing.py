@@ -1,7 +1,5 @@
 """From a request to a generation of the engine, answers between two texts (fill in the middle) included."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -9,8 +7,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from specengine.engine import Engine
 from specengine.errors import ContextLengthError, InputError, require
 from specengine.protocol.messages import is_empty
 from specengine.protocol.parts import THOUGHT_MARKS
@@ -39,9 +38,6 @@ from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import Decoder
-
-if TYPE_CHECKING:
-    from specengine.engine import Engine
 
 
 class FimTokens(NamedTuple):

@@ -3,8 +3,6 @@
 Everything else is refused by name. `null` is the same as leaving a field out.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -112,7 +110,7 @@ class ResponseFormat(Body):
     given: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
-    def _schema_where_named(self) -> ResponseFormat:
+    def _schema_where_named(self) -> Self:
         if self.json_schema is not None and (self.type != "json_schema" or self.given is not None):
             raise ValueError(
                 "a json_schema is accepted with type 'json_schema', without another schema"
@@ -142,7 +140,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> StructuredOutputs:
+    def _one_of_them(self) -> Self:
         if len(self.options) > 1 or (self.model_fields_set and not self.options):
             raise ValueError("accepted one of json, regex, choice, grammar, json_object")
         return self
@@ -417,7 +415,7 @@ class Sampling(Declared, CommonFields, Neutral, Guided):
         return None if value == -1 else value
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Sampling:
+    def _options_of_a_stream(self) -> Self:
         for name in ("stream_options", "return_cycles"):
             if getattr(self, name) and not self.stream:
                 raise ValueError(f"{name}: only with stream")
@@ -512,7 +510,7 @@ class ChatRequest(WithTools, Sampling, NeutralInChats):
         return arguments
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _one_limit(self) -> Self:
         if (
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
@@ -585,7 +583,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: Literal[True] | None = None
 
     @model_validator(mode="after")
-    def _asks_for_something(self) -> CompletionRequest:
+    def _asks_for_something(self) -> Self:
         if len(self._prompts) > MAX_PROMPTS:
             raise ValueError(
                 f"prompt: got {len(self._prompts)} prompts, accepted up to {MAX_PROMPTS}"

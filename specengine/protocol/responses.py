@@ -1,7 +1,5 @@
 """OpenAI's Responses: items of a conversation in, items of an answer out. Nothing is kept between requests."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -251,6 +249,73 @@ class _Conversation:
 # ---- answers
 
 
+_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
+_TOLD = {
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+    "reasoning": "reasoning_text",
+}
+
+
+class _Item:
+    """One item of an answer, which grows."""
+
+    def __init__(self, place: int, kind: str, call: ToolCall | None = None) -> None:
+        self.place, self.kind, self.told = place, kind, _TOLD[kind]
+        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+        self.text = ""
+        self.rated: list[Any] = []
+        self.call = call
+        self.status = "completed"
+        self.part = {
+            "message": self._text_part,
+            "reasoning": lambda text: {"type": "reasoning_text", "text": text},
+        }.get(kind)
+
+    def add(self, part: Part) -> str:
+        """Take a part; return the text by which this has grown."""
+        delta = (
+            part
+            if isinstance(part, str)
+            else part.text
+            if isinstance(part, Thought)
+            else part.arguments
+        )
+        self.text += delta
+        return delta
+
+    @property
+    def where(self) -> dict[str, Any]:
+        index = {} if self.part is None else {"content_index": 0}
+        return {"item_id": self.id, "output_index": self.place} | index
+
+    @property
+    def done(self) -> dict[str, Any]:
+        return self.shape(self.status, self.text)
+
+    def _text_part(self, text: str) -> dict[str, Any]:
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self.rated if text else [],
+        }
+
+    def shape(self, status: str, text: str | None = None) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            call = self.call
+            return (
+                item
+                | ({} if call is None else {"call_id": call.id, "name": call.name})
+                | {"arguments": text or ""}
+            )
+        assert self.part is not None
+        content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
+        role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return item | content | role
+
+
 class ResponsesReply(OneReply):
     """One response, whose items are thoughts, a message, and calls of functions."""
 
@@ -402,70 +467,3 @@ class ResponsesReply(OneReply):
 
 def _dumped(value: Any) -> Any:
     return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-
-
-_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}
-_TOLD = {
-    "message": "output_text",
-    "function_call": "function_call_arguments",
-    "reasoning": "reasoning_text",
-}
-
-
-class _Item:
-    """One item of an answer, which grows."""
-
-    def __init__(self, place: int, kind: str, call: ToolCall | None = None) -> None:
-        self.place, self.kind, self.told = place, kind, _TOLD[kind]
-        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
-        self.text = ""
-        self.rated: list[Any] = []
-        self.call = call
-        self.status = "completed"
-        self.part = {
-            "message": self._text_part,
-            "reasoning": lambda text: {"type": "reasoning_text", "text": text},
-        }.get(kind)
-
-    def add(self, part: Part) -> str:
-        """Take a part; return the text by which this has grown."""
-        delta = (
-            part
-            if isinstance(part, str)
-            else part.text
-            if isinstance(part, Thought)
-            else part.arguments
-        )
-        self.text += delta
-        return delta
-
-    @property
-    def where(self) -> dict[str, Any]:
-        index = {} if self.part is None else {"content_index": 0}
-        return {"item_id": self.id, "output_index": self.place} | index
-
-    @property
-    def done(self) -> dict[str, Any]:
-        return self.shape(self.status, self.text)
-
-    def _text_part(self, text: str) -> dict[str, Any]:
-        return {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": self.rated if text else [],
-        }
-
-    def shape(self, status: str, text: str | None = None) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
-        if self.kind == "function_call":
-            call = self.call
-            return (
-                item
-                | ({} if call is None else {"call_id": call.id, "name": call.name})
-                | {"arguments": text or ""}
-            )
-        assert self.part is not None
-        content: dict[str, Any] = {"content": [] if text is None else [self.part(text)]}
-        role: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
-        return item | content | role
