@@ -1,17 +1,11 @@
 """Errors of a request, in the shape of OpenAI's errors."""
 
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specengine.errors import ContextLengthError, InputError, SpecEngineError, shown
 from specengine.request.declared import declarations
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 _UNAVAILABLE = {
     "loading": "the model is being loaded",
@@ -50,9 +44,6 @@ class RequestError(Exception):
         if path.startswith("/v1/messages"):
             return anthropic_error(self)
         return {"error": str(self)} if path.startswith("/api/") else self.body
-
-    def response(self, path: str = "") -> Response:
-        return json_response(self.body_for(path), self.status, self.headers)
 
 
 class PromptTooLongError(RequestError):
@@ -122,15 +113,6 @@ def unavailable(state: str, *why: object) -> RequestError:
     return RequestError(503, message, code=state, headers={"Retry-After": "5"})
 
 
-def json_response(
-    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return a response in ASCII, so that it can name the halves of characters that a client sent."""
-    from starlette.responses import Response  # which a batch has no need of
-
-    return Response(json.dumps(body), status, headers, media_type="application/json")
-
-
 def of_error(error: Exception, names: Mapping[str, str] | None = None) -> RequestError:
     """Return the client's view of an error. Of an unexpected one it says only that it happened.
 
@@ -168,12 +150,6 @@ def of_validation(errors: Sequence[Mapping[str, Any]], accepted: Sequence[str]) 
             f"{name}: unknown, or not supported by this server{choices}",
             name,
             "unsupported_field",
-        )
-    if first["type"] == "json_invalid":
-        return RequestError(
-            400,
-            f"the body is not JSON ({first.get('ctx', {}).get('error', '')})",
-            code="invalid_json",
         )
     if first["type"] == "value_error" and not place:
         return RequestError(400, message, message.partition(":")[0])

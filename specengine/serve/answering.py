@@ -3,25 +3,27 @@
 import asyncio
 import contextlib
 import functools
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from prometheus_client import Counter
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
 
 from specengine.engine import Engine
 from specengine.errors import SpecEngineError
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.dialects import Dialect
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.problems import json_response, of_error, unavailable
+from specengine.protocol.problems import RequestError, of_error, unavailable
 from specengine.protocol.replies import Reply
 from specengine.protocol.requests import CompletionRequest, Sampling
 from specengine.serve.models import Models
-from specengine.serve.worker import Ended, Event, Failed, Job, Waiting, Worker, log
+from specengine.serve.worker import Event, Job, Worker, log
 
 T = TypeVar("T")
 
@@ -31,15 +33,7 @@ _READ_AT_ONCE = anyio.CapacityLimiter(256)
 PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 
 
-class ClientGoneError(Exception):
-    """Nobody waits for this answer any more."""
-
-
-class Coming(NamedTuple):
-    """An event of one of the answers that a request has asked for."""
-
-    place: int
-    event: Event
+Coming = tuple[int, Event]  # the place of one of the answers that a request has asked for
 
 
 async def answered(
@@ -76,15 +70,15 @@ async def answered(
                 return json_response(reply().whole(answers))
             # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
             first = await anext(coming)
-            if isinstance(first, Coming) and isinstance(first.event, Failed):
-                raise of_error(first.event.error, names)
+            if isinstance(first, tuple) and isinstance(first[1], Exception):
+                raise of_error(first[1], names)
             stack.pop_all()  # the stream closes it
             shape, failed = dialect.reply, models.metrics.failed
             return StreamingResponse(
                 _stream(failed, checked, reply, shape.ping, first, coming),
                 media_type=shape.media_type,
             )
-    except ClientGoneError:
+    except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except SpecEngineError as error:
         raise of_error(error, names) from error
@@ -98,19 +92,18 @@ async def read_beside(asked: Sampling, read: Callable[[], T]) -> T:
 
 
 async def _whole(
-    asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting | None]
+    asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | int | None]
 ) -> list[Completion]:
     answers: dict[int, Completion] = {}
-    async for come in coming:
-        if not isinstance(come, Coming):
-            continue
-        if isinstance(come.event, Failed):
-            raise of_error(come.event.error, asked[come.place].names)
-        if isinstance(come.event, Ended):
-            answers[come.place] = come.event.answer
-            if len(answers) == len(asked):
-                return [answers[place] for place in range(len(asked))]
-    raise ClientGoneError
+    while len(answers) < len(asked):
+        come = await anext(coming)
+        if isinstance(come, tuple):
+            place, event = come
+            if isinstance(event, Exception):
+                raise of_error(event, asked[place].names)
+            if isinstance(event, Completion):
+                answers[place] = event
+    return [answers[place] for place in range(len(asked))]
 
 
 async def _stream(
@@ -118,111 +111,89 @@ async def _stream(
     asked: Sequence[CheckedRequest],
     reply: Callable[[], Reply],
     ping: bytes,
-    come: Coming | Waiting | None,
-    coming: AsyncGenerator[Coming | Waiting | None, None],
+    come: Coming | int | None,
+    coming: AsyncGenerator[Coming | int | None, None],
 ) -> AsyncIterator[bytes]:
-    telling = _Telling(reply, len(asked))
+    begun: set[int] = set()
+    ended: dict[int, Completion] = {}
     try:
         while True:
             if come is None:
                 if ping:
                     yield ping
-            elif isinstance(come, Waiting):
-                yield b": %d before\n\n" % come.before
-            elif isinstance(come.event, Failed):
-                problem = of_error(come.event.error, asked[come.place].names)
+            elif isinstance(come, int):
+                yield b": %d before\n\n" % come
+            elif isinstance(event := come[1], Exception):
+                problem = of_error(event, asked[come[0]].names)
                 failed.labels(problem.status).inc()
                 yield reply().failed(problem)
                 return
             else:
-                for part in telling.of(come.place, come.event):
+                for part in _told(reply(), begun, ended, come[0], event):
                     yield part
-                if telling.whole:
+                if len(ended) == len(asked):
+                    for part in reply().finish([ended[place] for place in range(len(asked))]):
+                        yield part
                     return
             come = await anext(coming)
-    except ClientGoneError:
+    except ClientDisconnect:
         return
     finally:
         await coming.aclose()
 
 
-class _Telling:
-    """What is told of several answers that come at once."""
-
-    def __init__(self, reply: Callable[[], Reply], count: int) -> None:
-        self._reply, self._count = reply, count
-        self._begun: set[int] = set()
-        self._ended: dict[int, Completion] = {}
-
-    @property
-    def whole(self) -> bool:
-        return len(self._ended) == self._count
-
-    def of(self, place: int, event: Piece | Ended) -> Iterator[bytes]:
-        if place not in self._begun:
-            self._begun.add(place)
-            yield from self._reply().begin(place, event.answer)
-        if not isinstance(event, Ended):
-            yield from self._reply().piece(place, event)
-            return
-        self._ended[place] = event.answer
-        yield from self._reply().end(place, event.answer)
-        if self.whole:
-            yield from self._reply().finish([self._ended[each] for each in range(self._count)])
-
-
-class _PlaceInQueue:
-    """What to say of a job in silence; of one that asks for cycles its place in the queue as long as it waits."""
-
-    def __init__(self, worker: Worker, job: Job) -> None:
-        self._worker, self._job, self._ping = worker, job, job.asked.settings.ping_seconds
-        self._waits, self._told = bool(job.asked.request.return_cycles), False
-
-    @property
-    def seconds(self) -> float:
-        """Of silence, after which to look."""
-        return min(self._ping, PLACE_SECONDS) if self._waits else self._ping
-
-    def look(self) -> list[Waiting | None]:
-        before = self._worker.jobs.before(self._job) if self._waits else None
-        said: list[Waiting | None] = [] if before is None else [Waiting(before)]
-        if before is None and (self._told or not self._waits):
-            said = [None]
-        self._waits = self._told = before is not None
-        return said
+def _told(
+    reply: Reply,
+    begun: set[int],
+    ended: dict[int, Completion],
+    place: int,
+    event: Piece | Completion,
+) -> Iterator[bytes]:
+    if place not in begun:
+        begun.add(place)
+        yield from reply.begin(place, event if isinstance(event, Completion) else event.answer)
+    if isinstance(event, Piece):
+        yield from reply.piece(place, event)
+    else:
+        ended[place] = event
+        yield from reply.end(place, event)
 
 
 async def events(
     worker: Worker, asked: Sequence[CheckedRequest], request: Request
-) -> AsyncGenerator[Coming | Waiting | None, None]:
-    """Yield the events of all answers, and None after `ping_seconds` of silence. RequestError, ClientGoneError.
+) -> AsyncGenerator[Coming | int | None, None]:
+    """Yield the events of all answers, and None after `ping_seconds` of silence. RequestError, ClientDisconnect.
 
-    A request that asks for cycles is told its place in the queue as long as it waits, then None.
+    A request that asks for cycles is told as long as it waits how many answers end before its turn, then None.
     Leaving it early frees the engine, or the places in the queue.
     """
-    inbox: asyncio.Queue[Coming | ClientGoneError] = asyncio.Queue()
+    inbox: asyncio.Queue[Coming | ClientDisconnect] = asyncio.Queue()
     jobs = [_job(each, _who(each, request), place, inbox) for place, each in enumerate(asked)]
     worker.jobs.submit(*jobs)
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await gone(request.receive)
         for each in jobs:
             worker.jobs.cancel(each)
-        inbox.put_nowait(ClientGoneError())
+        inbox.put_nowait(ClientDisconnect())
 
     watching = asyncio.create_task(watch())
-    queue = _PlaceInQueue(worker, jobs[0])
+    ping = jobs[0].asked.settings.ping_seconds
+    waits, told = bool(jobs[0].asked.request.return_cycles), False
     try:
         while True:
             try:
-                async with asyncio.timeout(queue.seconds):  # `wait_for` makes a task of every wait
+                async with asyncio.timeout(
+                    min(ping, PLACE_SECONDS) if waits else ping
+                ):  # `wait_for` makes a task of every wait
                     come = await inbox.get()
             except TimeoutError:
-                for silent in queue.look():
-                    yield silent
+                before = worker.jobs.before(jobs[0]) if waits else None
+                if before is not None or told or not waits:
+                    yield before
+                waits = told = before is not None
                 continue
-            if isinstance(come, ClientGoneError):
+            if isinstance(come, ClientDisconnect):
                 raise come
             yield come
     finally:
@@ -237,7 +208,7 @@ def _job(asked: CheckedRequest, who: int, place: int, inbox: asyncio.Queue[Any])
 
     def deliver(event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
-            loop.call_soon_threadsafe(inbox.put_nowait, Coming(place, event))
+            loop.call_soon_threadsafe(inbox.put_nowait, (place, event))
 
     return Job(asked, deliver, who)
 
@@ -247,6 +218,24 @@ def _who(asked: CheckedRequest, request: Request) -> int:
     names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
     keys = (request.headers.get(name) for name in ("authorization", "x-api-key"))
     return hash((*keys, *names, request.client and request.client.host))
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response in ASCII, so that it can name the halves of characters that a client sent."""
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+def refusal(problem: RequestError, path: str) -> Response:
+    """Return the response that tells a problem, in the shape of the protocol that has this path."""
+    return json_response(problem.body_for(path), problem.status, problem.headers)
 
 
 def require_ready(state: str) -> None:
@@ -261,7 +250,7 @@ async def loaded(worker: Worker) -> Engine:
         inbox: asyncio.Queue[Coming] = asyncio.Queue()
         nothing = CompletionRequest(prompt=[0], max_tokens=0)
         worker.jobs.submit(_job(CheckedRequest(nothing, worker.settings), 0, 0, inbox))
-        while not isinstance(event := (await inbox.get()).event, Ended):
-            if isinstance(event, Failed):
-                raise of_error(event.error)
+        while not isinstance(event := (await inbox.get())[1], Completion):
+            if isinstance(event, Exception):
+                raise of_error(event)
     return engine

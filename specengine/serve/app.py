@@ -17,9 +17,9 @@ from starlette.responses import Response
 import specengine
 from specengine.protocol import ollama
 from specengine.protocol.dialects import DIALECTS, Dialect
-from specengine.protocol.problems import RequestError, json_response, of_error, of_validation
+from specengine.protocol.problems import RequestError, of_error, of_validation
 from specengine.protocol.settings import Settings
-from specengine.serve.answering import answered, loaded, require_ready
+from specengine.serve.answering import answered, json_response, loaded, refusal, require_ready
 from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, PlainPaths
 from specengine.serve.models import Models, give_back
 from specengine.serve.static import add_page
@@ -33,7 +33,7 @@ def create_app(models: Models) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for worker in models.workers.values():
-            worker.start()
+            worker.thread.start()
         giving_back = asyncio.create_task(give_back())
         yield
         giving_back.cancel()
@@ -76,7 +76,7 @@ def _tell_problems(app: FastAPI, models: Models) -> None:
     def told(problem: RequestError, request: Request) -> Response:
         if request.url.path not in HEALTH:  # who asks whether requests are taken has made none
             models.metrics.failed.labels(problem.status).inc()
-        return problem.response(request.url.path)
+        return refusal(problem, request.url.path)
 
     @app.exception_handler(RequestError)
     @app.exception_handler(Exception)

@@ -3,8 +3,6 @@
 A replica is the application with an engine in a process of its own, spoken to in ASGI's messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -48,11 +46,11 @@ from starlette.types import Message, Receive, Scope, Send
 from specengine.engine import Engine
 from specengine.errors import ReplicaError
 from specengine.protocol.dialects import CHAT, TEXT
-from specengine.protocol.problems import RequestError, json_response, of_error
+from specengine.protocol.problems import RequestError, of_error
 from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
-from specengine.serve.answering import PLACE_SECONDS, require_ready
+from specengine.serve.answering import PLACE_SECONDS, gone, json_response, refusal, require_ready
 from specengine.serve.app import alive, create_app, middleware
 from specengine.serve.guards import ALIVE, HEALTH, parsed
 from specengine.serve.metrics import Added, Metrics
@@ -64,6 +62,33 @@ LOADING_SECONDS = 0.05  # between two looks
 LOST = "replica_lost"
 RETRY = {"Retry-After": "1"}
 FIGURES_SECONDS = 5.0
+
+
+class HttpRequest(NamedTuple):
+    """A request whose body has been read."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "query_string": self.query,
+            "root_path": "",
+            "headers": self.headers,
+            "client": None,
+            "server": None,
+        }
 
 
 # ---- the front
@@ -121,7 +146,7 @@ class Front:
         )
         began = time.monotonic()
         passing = asyncio.ensure_future(self._passed(asking, send))
-        leaving = asyncio.ensure_future(_gone(receive))
+        leaving = asyncio.ensure_future(gone(receive))
         try:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if passing.done() and passing.exception() is None:
@@ -175,7 +200,7 @@ class Front:
             )
         if request.url.path not in HEALTH:
             self._own.failed.labels(problem.status).inc()
-        return problem.response(request.url.path)
+        return refusal(problem, request.url.path)
 
 
 class _Line:
@@ -274,11 +299,6 @@ async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> N
         )
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _problem(error: Exception) -> RequestError:
     if isinstance(error, BackPressureError):
         return RequestError(
@@ -308,33 +328,6 @@ def _listen_here_alone() -> None:
         return opening(server, f"{cluster.LOOPBACK}:{address.rpartition(':')[2]}")
 
     serving.add_port_to_grpc_server = opened
-
-
-class HttpRequest(NamedTuple):
-    """A request whose body has been read."""
-
-    method: str
-    path: str
-    query: bytes
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-    @property
-    def scope(self) -> dict[str, Any]:
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": self.method,
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "query_string": self.query,
-            "root_path": "",
-            "headers": self.headers,
-            "client": None,
-            "server": None,
-        }
 
 
 class Replica:
@@ -398,7 +391,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Check the replica for Ray Serve, which replaces it if this raises."""
-        if not self._worker.alive:
+        if not self._worker.thread.is_alive():
             raise RuntimeError("the engine's thread has ended")
 
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specengine.errors import shown
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
+from specengine.serve.answering import refusal
 from specengine.serve.static import FILES
 
 HEALTH = ("/health", "/ready", "/healthz", "/v1/health")
@@ -68,7 +69,7 @@ class Guard:
         problem = self._problem(scope, Headers(scope=scope))
         if problem is not None:
             self.failed.labels(problem.status).inc()
-            await problem.response(scope["path"])(scope, receive, send)
+            await refusal(problem, scope["path"])(scope, receive, send)
             return
         others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
         scope = {**scope, "headers": [*others, (b"content-type", JSON.encode())]}
@@ -206,9 +207,7 @@ def _require_few(body: bytes) -> None:
 
 class _ParsedRequest(Request):
     async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = parsed(await self.body(), self.headers.get("content-encoding", ""))
-        return self._json
+        return parsed(await self.body(), self.headers.get("content-encoding", ""))
 
 
 class BodyRoute(APIRoute):

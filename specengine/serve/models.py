@@ -4,8 +4,6 @@ glibc keeps freed memory for the thread that had it: a thousand large schemas le
 used. Other C libraries are left alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """A server in this process: a socket, a worker, uvicorn."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json
@@ -32,28 +30,6 @@ PIECE_BYTES = 1 << 13
 LINGER_SECONDS = 5.0  # that a client may go on sending after its refusal, which a closed connection would take away
 LEFT_SECONDS = 2.0  # that an answer goes on after its client has ended its side, before one looks whether it listens
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
-
-
-class _Lingering:
-    """A transport whose `close` lets a client that still sends read its refusal: the rest is dropped for a while."""
-
-    def __init__(self, transport: Any, protocol: _Limited) -> None:
-        self._transport, self._protocol, self._ends = transport, protocol, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def is_closing(self) -> bool:
-        return self._ends or bool(self._transport.is_closing())
-
-    def close(self) -> None:
-        if not self._protocol.sending or self.is_closing():
-            self._transport.close()
-            return
-        self._ends = True
-        self._transport.write_eof()
-        self._transport.resume_reading()
-        self._protocol.loop.call_later(LINGER_SECONDS, self._transport.close)
 
 
 class _Limited(
@@ -166,6 +142,28 @@ class _Limited(
             head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
             self.transport.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+class _Lingering:
+    """A transport whose `close` lets a client that still sends read its refusal: the rest is dropped for a while."""
+
+    def __init__(self, transport: Any, protocol: _Limited) -> None:
+        self._transport, self._protocol, self._ends = transport, protocol, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._ends or bool(self._transport.is_closing())
+
+    def close(self) -> None:
+        if not self._protocol.sending or self.is_closing():
+            self._transport.close()
+            return
+        self._ends = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._protocol.loop.call_later(LINGER_SECONDS, self._transport.close)
 
 
 def connections(settings: Settings) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
 from specengine.protocol.logprobs import TokenTexts
 from specengine.protocol.messages import Body
 from specengine.protocol.preparing import CheckedRequest, ModelLimits
-from specengine.protocol.problems import RequestError, json_response, of_error
+from specengine.protocol.problems import RequestError, of_error
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request import templates
 from specengine.request.prompts import Room
 from specengine.request.text import Decoder
-from specengine.serve.answering import loaded, read_beside, require_ready
+from specengine.serve.answering import json_response, loaded, read_beside, require_ready
 from specengine.serve.models import Models
 from specengine.serve.worker import Worker
 
@@ -32,33 +32,24 @@ Result = TypeVar("Result")
 EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/embedding", "/api/embed", "/api/embeddings")
 
 
-class TextReader:
-    """Reads texts beside the workers, with a tokenizer of its own: its state is set for each text."""
+async def read(worker: Worker, work: Callable[[Engine, ModelLimits], Result]) -> Result:
+    """Return the result of `work`, in a thread, with a tokenizer apart from that of answers; RequestError."""
+    engine, limits = await loaded(worker), worker.beside
+    assert limits is not None
 
-    def __init__(self, models: Models) -> None:
-        self.models = models
+    def run() -> Result:
+        with limits.lock:
+            return work(engine, limits)
 
-    async def read(
-        self, model: str | None, work: Callable[[Engine, ModelLimits], Result]
-    ) -> Result:
-        """Return the result of `work`, in a thread; RequestError. model: as the request names it."""
-        worker = self.models.named(model)
-        engine, limits = await loaded(worker), worker.beside
-        assert limits is not None
-
-        def run() -> Result:
-            with limits.lock:
-                return work(engine, limits)
-
-        try:
-            return await asyncio.to_thread(run)
-        except SpecEngineError as error:
-            raise of_error(error) from error
+    try:
+        return await asyncio.to_thread(run)
+    except SpecEngineError as error:
+        raise of_error(error) from error
 
 
 def add_texts(app: FastAPI, models: Models) -> None:
     """Add the endpoints."""
-    _tokens(app, TextReader(models))
+    _tokens(app, models)
     _ollama(app, models)
     for path in EMBEDDINGS:
         app.add_api_route(path, refuse_embeddings, methods=["POST"], include_in_schema=False)
@@ -93,37 +84,40 @@ async def refuse_embeddings() -> Response:
     )
 
 
-def _tokens(app: FastAPI, texts: TextReader) -> None:
+def _tokens(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize", summary="Tokens of a text, as llama.cpp and vLLM do")
     async def tokenize(body: TokenizeBody) -> Response:
         return json_response(
-            await texts.read(body.model, lambda engine, limits: tokens_of(body, engine, limits))
+            await read(
+                models.named(body.model), lambda engine, limits: tokens_of(body, engine, limits)
+            )
         )
 
     @app.post("/detokenize", summary="Text of tokens, as llama.cpp and vLLM do")
     async def detokenize(body: DetokenizeBody) -> Response:
-        text = await texts.read(
-            body.model, lambda engine, limits: text_of_ids(body.tokens, engine, limits)
+        text = await read(
+            models.named(body.model),
+            lambda engine, limits: text_of_ids(body.tokens, engine, limits),
         )
         return json_response({"content": text, "prompt": text})
 
     @app.post("/apply-template", summary="The prompt of a conversation, as a text")
     async def apply_template(body: ChatRequest) -> Response:
-        asked = await read_beside(body, lambda: CheckedRequest(body, texts.models.settings))
+        asked = await read_beside(body, lambda: CheckedRequest(body, models.settings))
 
         def prompt(engine: Engine, limits: ModelLimits) -> str:
             asked.require_possible(limits)
             return filled(body, limits)
 
-        return json_response({"prompt": await texts.read(body.model, prompt)})
+        return json_response({"prompt": await read(models.named(body.model), prompt)})
 
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
         counted = COUNTING.translated(body)
         asked = await read_beside(
-            counted, lambda: CheckedRequest(counted, texts.models.settings, renamed=anthropic.NAMES)
+            counted, lambda: CheckedRequest(counted, models.settings, renamed=anthropic.NAMES)
         )
-        tokens = await texts.read(counted.model, asked.prompt_ids)
+        tokens = await read(models.named(counted.model), asked.prompt_ids)
         return json_response({"input_tokens": len(tokens)})
 
 
@@ -261,6 +255,7 @@ def _ollama(app: FastAPI, models: Models) -> None:
         info = {
             "general.architecture": family,
             f"{family}.context_length": limits and limits.max_context,
+            f"{family}.vocab_size": worker.engine and worker.engine.target.vocab_size,
         }
         return json_response(
             {

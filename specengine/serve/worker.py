@@ -11,7 +11,7 @@ import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from specengine.engine import (
     SCORED_ROWS,
@@ -39,32 +39,15 @@ MAX_CLIENTS = 4096  # that are remembered
 SPARE = 1  # answers more at once than `parallel`, for a client that has none under way
 
 
-class Ended(NamedTuple):
-    """The end of an answer."""
-
-    answer: Completion
-
-
-class Failed(NamedTuple):
-    """The end of a request that gets no answer, or no more of one."""
-
-    error: Exception
-
-
-class Waiting(NamedTuple):
-    """A place in the queue; before: how many answers end before this request has its turn."""
-
-    before: int
-
-
-Event = Piece | Ended | Failed
+# a piece, and at the end the whole answer, or why there is none, or no more of it
+Event = Piece | Completion | Exception
 
 
 @dataclass(eq=False)
 class Job:
     """A request in the queue.
 
-    deliver: called from a thread of the worker's, at last with Ended or Failed, unless the job is cancelled.
+    deliver: called from a thread of the worker's, at last with the answer or an error, unless the job is cancelled.
     who: a name of whoever asks
     ticket: its place in the lines; cancelled where nobody waits for it any more
     prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
@@ -205,7 +188,7 @@ class JobQueue:
                 job.ticket.cancel()
             self._waiting.clear()
         for job in jobs:
-            job.deliver(Failed(problem))
+            job.deliver(problem)
 
     def _has_place(self, job: Job) -> bool:
         """Return whether a job need not wait for an answer's end; a client that has none under way may be one more."""
@@ -282,6 +265,7 @@ class Worker:
     settings  name: of the model; parallel None: by the memory that is free once the engine is loaded, see
               engine.parallel_of
     failed    called, in that thread, if the loading at the start raises; `failure` is then the error
+    thread    answers; whoever has a worker starts it
     room      returns the context for loading; nothing is loaded where that has False
     """
 
@@ -300,12 +284,9 @@ class Worker:
         )
         self._load = load
         self._pool: Pool | None = None
-        self._thread = threading.Thread(target=self._run, name="specengine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="specengine", daemon=True)
         metrics.running.set_function(lambda: len(self.jobs.answered) - self._without_room)
         metrics.waiting.set_function(lambda: len(self.jobs) + self._without_room)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def drain(self) -> None:
         """Answer what there is; whoever submits sees to it that nothing more comes."""
@@ -316,12 +297,7 @@ class Worker:
         """Cancel everything and end the threads, which are not waited for while they load."""
         self.jobs.close()
         if self.engine is not None:
-            self._thread.join(seconds)
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the answering thread runs."""
-        return self._thread.is_alive()
+            self.thread.join(seconds)
 
     @property
     def _without_room(self) -> int:
@@ -506,9 +482,6 @@ class Worker:
             job.ticket.client.served += (
                 generation.stats.num_prompt_tokens - generation.stats.num_cached_prompt_tokens
             )
-        if answer.reason is not None:
-            predicted = found_again(prepared.prediction, answer.token_ids)
-            answer.predicted = (predicted, len(prepared.prediction) - predicted)
         ended = answer.reason or "abort"
         self.metrics.count(answer, ended, waited, time.perf_counter() - job.came)
         stats = generation.stats
@@ -528,7 +501,9 @@ class Worker:
                 answer.text,
             )
         if answer.reason is not None:
-            job.deliver(Ended(answer))
+            predicted = found_again(prepared.prediction, answer.token_ids)
+            answer.predicted = (predicted, len(prepared.prediction) - predicted)
+            job.deliver(answer)
 
     def _failure(self, job: Job, error: Exception) -> None:
         if not isinstance(error, InputError | RequestError):
@@ -536,7 +511,7 @@ class Worker:
             log.error(
                 "%s at\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
             )
-        job.deliver(Failed(error))
+        job.deliver(error)
 
 
 def _deliver(

@@ -166,7 +166,7 @@ def test_stopping_ends_all_answers() -> None:
         assert {job.result().status_code for job in jobs} <= {200, 503}
         began = time.monotonic()
     assert time.monotonic() - began < 20
-    assert not server.worker.alive
+    assert not server.worker.thread.is_alive()
 
 
 def test_figures_of_answers_at_once(steps: Steps) -> None:
