@@ -23,8 +23,7 @@ from specengine.errors import InputError, missing_extra, require
 from specengine.files import cache_dir
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback, require_key
-from specengine.protocol.tool_formats import TEMPLATE
-from specengine.protocol.tools import format_of
+from specengine.protocol.tools import TEMPLATE, format_of
 
 WEIGHTS = ".safetensors", ".gguf", ".bin"
 KEY_VARIABLE = "SPECENGINE_API_KEY"

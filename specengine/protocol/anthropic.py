@@ -13,7 +13,7 @@ from specengine.protocol.parts import Part, Thought
 from specengine.protocol.problems import refused
 from specengine.protocol.replies import OneReply, sse
 from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools, base_of
-from specengine.protocol.tool_formats import ToolCall
+from specengine.protocol.tools import ToolCall
 
 Blocks = str | list[dict[str, Any]]
 

@@ -7,8 +7,15 @@ from typing import Any
 
 from specengine.protocol.completion import Completion
 from specengine.protocol.requests import ChatRequest, Sampling
-from specengine.protocol.tool_formats import Every, Format, ToolCall
-from specengine.protocol.tools import StopText, ToolReader, held_back, schemas_of
+from specengine.protocol.tools import (
+    Every,
+    Format,
+    StopText,
+    ToolCall,
+    ToolReader,
+    held_back,
+    schemas_of,
+)
 
 THOUGHT_MARKS = OPENING, CLOSING = "<think>", "</think>"
 _LAST = 8  # tokens of a prompt that are looked at

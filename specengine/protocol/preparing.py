@@ -23,8 +23,12 @@ from specengine.protocol.requests import (
     Tool,
 )
 from specengine.protocol.settings import Settings
-from specengine.protocol.tool_formats import CLOSING, MARKS, OPENING, Every, Hermes
 from specengine.protocol.tools import (
+    CLOSING,
+    MARKS,
+    OPENING,
+    Every,
+    Hermes,
     OneCall,
     ToolReader,
     format_of,

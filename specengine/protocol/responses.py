@@ -27,7 +27,7 @@ from specengine.protocol.requests import (
     declared_values,
     only,
 )
-from specengine.protocol.tool_formats import ToolCall
+from specengine.protocol.tools import ToolCall
 
 _LOGPROBS = "message.output_text.logprobs"
 

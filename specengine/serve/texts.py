@@ -15,10 +15,10 @@ from specengine.errors import InputError, SpecEngineError, require
 from specengine.protocol import anthropic, ollama
 from specengine.protocol.dialects import COUNTING
 from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
-from specengine.protocol.logprobs import TokenTexts
 from specengine.protocol.messages import Body
 from specengine.protocol.preparing import CheckedRequest, ModelLimits
 from specengine.protocol.problems import RequestError, of_error
+from specengine.protocol.replies import TokenTexts
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request import templates

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specengine.engine import SCORED_ROWS
 from specengine.protocol.completion import Completion
-from specengine.protocol.logprobs import MIN_LOGPROB, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.protocol.preparing import CheckedRequest
+from specengine.protocol.replies import MIN_LOGPROB, ChatLogprobs, TextLogprobs, TokenTexts
 from specengine.protocol.requests import CompletionRequest
 from specengine.protocol.settings import Settings
 from specengine.records import TokenLogprob

@@ -15,7 +15,7 @@ from specengine.protocol.completion import Completion
 from specengine.protocol.parts import AnswerParts
 from specengine.protocol.problems import RequestError
 from specengine.protocol.requests import ChatRequest
-from specengine.protocol.tool_formats import (
+from specengine.protocol.tools import (
     MARKS,
     Coder,
     Format,
@@ -23,8 +23,10 @@ from specengine.protocol.tool_formats import (
     Llama,
     Mistral,
     ToolCall,
+    ToolReader,
+    format_of,
+    special_tokens,
 )
-from specengine.protocol.tools import ToolReader, format_of, special_tokens
 from specengine.records import Stats
 from tests import toy
 from tests.engine.engines import forced
