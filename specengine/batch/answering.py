@@ -1,17 +1,19 @@
-"""Answer lines with one engine, or with several on its weights."""
+"""Answer lines with one engine, or with several on its weights; requests of OpenAI's batches as the server does."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+import json
+import os
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specengine.batch import openai
 from specengine.batch.lines import Item
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, Pool, TextGeneration, parallel_of
-from specengine.engine.scheduler import Task, run_tasks
+from specengine.engine.scheduler import Task, finished, run_tasks
 from specengine.errors import InputError
-from specengine.records import GenerationResult
+from specengine.records import GenerationResult, Stats
 
 # Of costs.stored.identity: what changes the time that an answer takes and none of its tokens.
 _SPEED_ALONE = ("threads", "packed")
@@ -42,9 +44,7 @@ def answer(engine: Engine, item: Item) -> Generator[None, None, Answered]:
         return failed(item, InputError.__name__, item.fault)
     try:
         if item.url is not None:
-            line, stats = yield from openai.answered(
-                engine, item.request, item.url, item.id, item.place, item.options
-            )
+            line, stats = yield from _request_answered(engine, item, item.url)
             return Answered(item.place, line, [each.to_dict() for each in stats])
         results = yield from _turns(engine, item)
     except Exception as error:
@@ -62,7 +62,8 @@ def answer(engine: Engine, item: Item) -> Generator[None, None, Answered]:
 def failed(item: Item, kind: str, message: str) -> Answered:
     """Return the line of an item that gets no answer."""
     if item.url is not None:
-        return Answered(item.place, openai.failure(item.id, item.place, kind, message), [])
+        error = {"code": kind, "message": message}
+        return Answered(item.place, _openai_line(item, None, error), [])
     return Answered(item.place, {"id": item.id, "error": {"type": kind, "message": message}}, [])
 
 
@@ -102,9 +103,7 @@ def _turns(engine: Engine, item: Item) -> Generator[None, None, list[GenerationR
             answer = {"role": "assistant", "content": results[-1].text}
             messages = [*messages, answer, {"role": "user", "content": text}]
             prompt = messages
-        results.append(
-            (yield from openai.complete(engine, TextGeneration(engine, prompt, item.options)))
-        )
+        results.append((yield from _complete(engine, TextGeneration(engine, prompt, item.options))))
     return results
 
 
@@ -140,3 +139,142 @@ def answered(
         while written in answers:
             yield answers.pop(written)
             written += 1
+
+
+# ---- requests of OpenAI's batches
+
+
+def _request_answered(
+    engine: Engine, item: Item, url: str
+) -> Generator[None, None, tuple[dict[str, Any], list[Stats]]]:
+    """Return the line of an answer, and the statistics of each that it holds, as a task of engine.scheduler.
+
+    InputError for a field that is not supported. Times are 0, and ids made of the place: they would differ in every
+    run.
+    """
+    from specengine.protocol.completion import Completion
+    from specengine.protocol.dialects import DIALECTS
+    from specengine.protocol.preparing import CheckedRequest, ModelLimits
+    from specengine.protocol.problems import RequestError
+    from specengine.protocol.settings import Settings
+
+    dialect = DIALECTS[url]
+    name = os.path.basename(engine.target.name) or type(engine.target).__name__
+    settings = Settings(
+        name or "model", allow_special_text=bool(item.options.get("allow_special_text", True))
+    )
+    answers = []
+    try:
+        request = dialect.translated(item.request)
+        asked = [
+            CheckedRequest(each, settings, _seeded(item.options, number), dialect.names)
+            for number, each in enumerate(request.each())
+        ]
+        for each in asked:
+            prepared = each.prepare(
+                engine, ModelLimits(engine.tokenizer, engine.target.max_context)
+            )
+            generation = TextGeneration(
+                engine,
+                prepared.prompt,
+                prepared.options,
+                shown=prepared.shown,
+                constraint=prepared.constraint,
+            )
+            result = yield from _complete(engine, generation)
+            answers.append(
+                Completion(
+                    generation.stats,
+                    generation.prompt,
+                    token_ids=result.token_ids,
+                    text=result.text,
+                    reason="length" if result.finish_reason == "length" else "stop",
+                    passed=generation.stops_passed,
+                    logprobs=result.logprobs or [],
+                )
+            )
+    except RequestError as problem:
+        raise InputError(str(problem)) from problem
+    body = dialect.reply(item.request, request, name, engine.tokenizer).whole(answers)
+    response = {
+        "status_code": 200,
+        "request_id": f"req_{item.place:08d}",
+        "body": _without_chance(body, item.place),
+    }
+    return _openai_line(item, response, None), [answer.stats for answer in answers]
+
+
+def _openai_line(item: Item, response: Any, error: Any) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{item.place:08d}",
+        "custom_id": item.id,
+        "response": response,
+        "error": error,
+    }
+
+
+def _complete(
+    engine: Engine, generation: TextGeneration
+) -> Generator[None, None, GenerationResult]:
+    """Generate to the end."""
+    with generation, engine.target.running():
+        yield from finished(generation)
+    assert generation.result is not None
+    return generation.result
+
+
+def _seeded(defaults: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the defaults of one of a request's answers, which sample with seeds that follow on each other."""
+    seed = defaults.get("seed")
+    return {"max_new_tokens": None, **defaults} | ({} if seed is None else {"seed": seed + number})
+
+
+_MEASURED = ("timings", "metrics", "system_fingerprint")
+_TIMES = ("created", "created_at", "completed_at")
+# a client's or a model's own words, as they stand
+_CLIENTS = "input", "tools", "metadata", "parameters"
+_DRAWN = re.compile(r"(?:([a-z]+)([-_]))?([0-9a-f]{9}|[0-9a-f]{32})")
+
+
+def _without_chance(body: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return an answer without what differs from run to run: figures, times, and ids that were drawn."""
+    known: dict[str, str] = {}
+
+    def own(name: str, value: Any) -> Any:
+        found = _DRAWN.fullmatch(value) if name.endswith("id") and isinstance(value, str) else None
+        if found is None:
+            return plain(value)
+        if value not in known:
+            number = _id(place, len(known), len(found[3]))
+            known[value] = f"{found[1]}{found[2]}{number}" if found[1] else number
+        return known[value]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {
+            name: each
+            for name, each in value.items()
+            if name not in _MEASURED and not name.endswith("_details")
+        }
+        if cached := kept.get(
+            "cache_read_input_tokens"
+        ):  # Anthropic's input tokens are those that were not cached
+            kept |= {"input_tokens": kept["input_tokens"] + cached, "cache_read_input_tokens": 0}
+        return {
+            name: each if name in _CLIENTS else 0 if name in _TIMES else own(name, each)
+            for name, each in kept.items()
+        }
+
+    told: dict[str, Any] = plain(body)
+    prefix = _DRAWN.fullmatch(str(body.get("id")))
+    return told | (
+        {"id": f"{prefix[1]}{prefix[2]}{place:08d}"} if prefix is not None and prefix[1] else {}
+    )
+
+
+def _id(place: int, number: int, length: int) -> str:
+    """Return letters and digits for an id, as long as the server's: templates may check the length."""
+    return hashlib.sha256(json.dumps([place, number]).encode()).hexdigest()[:length]

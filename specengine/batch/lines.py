@@ -1,4 +1,7 @@
-"""The file of prompts: a line is a prompt, a conversation, or a request of OpenAI's batches."""
+"""The file of prompts: a line is a prompt, a conversation, or a request of OpenAI's batches.
+
+Those requests are {"custom_id", "method", "url", "body"}. The bodies are those of the server.
+"""
 
 import hashlib
 import json
@@ -7,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specengine.batch import openai
-from specengine.errors import InputError, did_you_mean, require_value, shown
+from specengine.errors import InputError, did_you_mean, missing_extra, require_value, shown
 from specengine.files import lines_of
 from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
 
+CHAT = "/v1/chat/completions"
+URLS = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
+_NOT_OF_A_BATCH = ("stream", "echo", "return_cycles")
 LINE_OPTIONS = tuple(name for name, declared in declarations().items() if declared.line)
 KINDS = ("prompt", "turns", "messages", "body")
 _IDS = ("id", "custom_id", "question_id")
@@ -148,15 +153,45 @@ def _request(
     custom_id = entry.get("custom_id")
     require_value(f"prompts: {where}: custom_id", custom_id, "a string", isinstance(custom_id, str))
     try:
-        url, request = openai.read(entry)
+        url, request = _read_request(entry)
     except InputError as error:
-        return Item(
-            place, given, "", options, url=str(entry.get("url", openai.CHAT)), fault=str(error)
-        )
+        return Item(place, given, "", options, url=str(entry.get("url", CHAT)), fault=str(error))
     own = getattr(request, "seed", None)
     return Item(
         place, given, "", options | ({} if own is None else {"seed": own}), url=url, request=request
     )
+
+
+def _read_request(entry: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the URL and the body as the server reads it; InputError names a field that is not supported."""
+    try:
+        from pydantic import ValidationError
+
+        from specengine.protocol.dialects import DIALECTS
+        from specengine.protocol.problems import RequestError, of_validation
+    except ImportError as error:
+        raise missing_extra("OpenAI's requests", "serve", error) from error
+    url, body = entry.get("url", CHAT), entry["body"]
+    require_value("url", url, ", ".join(URLS), url in URLS)
+    require_value(
+        "method", entry.get("method", "POST"), "POST", entry.get("method", "POST") == "POST"
+    )
+    require_value("body", body, "an object", isinstance(body, dict))
+    dialect = DIALECTS[url]
+    try:
+        given = dialect.given.model_validate(body)
+        request = dialect.translated(given)
+    except ValidationError as error:
+        raise InputError(
+            f"body.{of_validation(error.errors(), list(dialect.given.model_fields))}"
+        ) from error
+    except RequestError as problem:
+        raise InputError(f"body.{problem}") from problem
+    require_value("body.max_tokens", 0, "in a batch: 1 or more", request.wanted_tokens != 0)
+    for name in _NOT_OF_A_BATCH:
+        value = getattr(request, name, None)
+        require_value(f"body.{name}", value, "in a batch: false", not value)
+    return url, given
 
 
 def _options(given: Any) -> dict[str, Any]:
