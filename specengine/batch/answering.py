@@ -103,7 +103,7 @@ def _turns(engine: Engine, item: Item) -> Generator[None, None, list[GenerationR
             answer = {"role": "assistant", "content": results[-1].text}
             messages = [*messages, answer, {"role": "user", "content": text}]
             prompt = messages
-        results.append((yield from _complete(engine, TextGeneration(engine, prompt, item.options))))
+        results.append((yield from complete(engine, TextGeneration(engine, prompt, item.options))))
     return results
 
 
@@ -181,7 +181,7 @@ def _request_answered(
                 shown=prepared.shown,
                 constraint=prepared.constraint,
             )
-            result = yield from _complete(engine, generation)
+            result = yield from complete(engine, generation)
             answers.append(
                 Completion(
                     generation.stats,
@@ -213,9 +213,7 @@ def _openai_line(item: Item, response: Any, error: Any) -> dict[str, Any]:
     }
 
 
-def _complete(
-    engine: Engine, generation: TextGeneration
-) -> Generator[None, None, GenerationResult]:
+def complete(engine: Engine, generation: TextGeneration) -> Generator[None, None, GenerationResult]:
     """Generate to the end."""
     with generation, engine.target.running():
         yield from finished(generation)

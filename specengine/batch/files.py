@@ -31,27 +31,24 @@ class Lines:
     """An open file that takes whole lines. After an error a regular file ends with its last whole line."""
 
     def __init__(self, handle: BinaryIO) -> None:
-        self._handle = handle
+        self.handle = handle
         self._regular = stat.S_ISREG(os.fstat(handle.fileno()).st_mode)
-
-    def content(self) -> bytes:
-        return self._handle.read()
 
     def cut(self, length: int) -> None:
         """Keep the first `length` bytes, and write after them."""
-        self._handle.truncate(length)
-        self._handle.seek(length)
+        self.handle.truncate(length)
+        self.handle.seek(length)
 
     def append(self, record: Record) -> None:
         """Write one line. OSError where it cannot be written."""
-        size = os.fstat(self._handle.fileno()).st_size
+        size = os.fstat(self.handle.fileno()).st_size
         data = memoryview(_line(record))
         try:
             while data:
-                if written := self._handle.write(data):
+                if written := self.handle.write(data):
                     data = data[written:]
                 else:  # of a stream that does not wait
-                    select.select([], [self._handle], [])
+                    select.select([], [self.handle], [])
         except BaseException:
             if self._regular:
                 self.cut(size)
@@ -59,9 +56,9 @@ class Lines:
 
     def close(self) -> None:
         """Write to the disk what the system holds back, and close. OSError where that fails."""
-        with self._handle:
+        with self.handle:
             try:
-                os.fsync(self._handle.fileno())
+                os.fsync(self.handle.fileno())
             except OSError as error:
                 if self._regular and error.errno not in _NO_SYNC:
                     raise
@@ -211,7 +208,7 @@ class Files(Stream):
             self._opened[file] = _locked(file, "r+b")
         except FileNotFoundError:
             return b""
-        return self._opened[file].content()
+        return self._opened[file].handle.read()
 
     def _resume(self, answers: bytes, figures: bytes) -> tuple[int, int]:
         """Take over the whole lines of earlier runs. Return the bytes of both files that hold; InputError for others'.

@@ -204,7 +204,7 @@ class Engine(EngineState):
         """Return how many of the first `tokens` the target's cache holds. May be called from any thread."""
         return common_prefix(self.target.tokens, tokens)
 
-    def score(self, prompt: Prompt, top: int = 0) -> Iterator[TokenLogprob]:
+    def score(self, prompt: Prompt, top: int = 0) -> Generator[TokenLogprob, None, None]:
         """Yield the log-probability of each token of a text, from the second on.
 
         prompt: a string, without the chat template, or token ids; top: how many of the likeliest tokens come with each.

@@ -514,7 +514,7 @@ class TextGeneration:
         return text
 
 
-def score(engine: EngineState, prompt: Prompt, top: int) -> Iterator[TokenLogprob]:
+def score(engine: EngineState, prompt: Prompt, top: int) -> Generator[TokenLogprob, None, None]:
     """Return the log-probabilities of a text's tokens; see `Engine.score`."""
     top = plain(top)
     require("top", top, "0 or more", type(top) is int and top >= 0)
@@ -532,7 +532,9 @@ def score(engine: EngineState, prompt: Prompt, top: int) -> Iterator[TokenLogpro
     return rows
 
 
-def _scored(engine: EngineState, tokens: list[int], top: int) -> Iterator[TokenLogprob]:
+def _scored(
+    engine: EngineState, tokens: list[int], top: int
+) -> Generator[TokenLogprob, None, None]:
     with serving(engine):
         target = engine.target
         with torch.inference_mode():

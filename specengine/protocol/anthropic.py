@@ -283,7 +283,7 @@ class MessagesReply(OneReply):
         }
 
     def _ended(self, answer: Completion) -> dict[str, Any]:
-        stopped, reason = self.parts.stopped, _REASONS[self.parts.reason(answer)]
+        stopped, reason = self.parts.stop.found, _REASONS[self.parts.reason(answer)]
         if stopped is not None and reason == "end_turn":
             reason = "stop_sequence"
         return {

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -12,11 +12,9 @@ from specengine.protocol.problems import of_validation
 from specengine.protocol.replies import OpenAIReply, Reply
 from specengine.protocol.requests import ChatRequest, CompletionRequest, Sampling
 
-Given = TypeVar("Given", bound=BaseModel)
-
 
 @dataclass(frozen=True)
-class Dialect(Generic[Given]):
+class Dialect:
     """An endpoint that answers.
 
     given      its body
@@ -26,13 +24,13 @@ class Dialect(Generic[Given]):
     about      for /openapi.json
     """
 
-    given: type[Given]
-    translate: Callable[[Given], Sampling]
+    given: type[BaseModel]
+    translate: Callable[[Any], Sampling]
     reply: type[Reply]
     names: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
 
-    def translated(self, body: Given) -> Sampling:
+    def translated(self, body: BaseModel) -> Sampling:
         """Return the request; RequestError."""
         try:
             return self.translate(body)
@@ -48,7 +46,7 @@ class Dialect(Generic[Given]):
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
-DIALECTS: dict[str, Dialect[Any]] = {
+DIALECTS: dict[str, Dialect] = {
     CHAT: Dialect(ChatRequest, lambda body: body, OpenAIReply, about="Answer a conversation"),
     TEXT: Dialect(CompletionRequest, lambda body: body, OpenAIReply, about="Go on with a text"),
     RESPONSES: Dialect(
@@ -94,7 +92,7 @@ DIALECTS: dict[str, Dialect[Any]] = {
         "Go on with a text, as llama.cpp does",
     ),
 }
-COUNTING: Dialect[Any] = Dialect(
+COUNTING: Dialect = Dialect(
     anthropic.CountRequest,
     anthropic.chat_of,
     anthropic.MessagesReply,

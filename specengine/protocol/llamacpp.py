@@ -131,7 +131,7 @@ class InfillReply(OneReply):
         yield sse(self._said(text_of_parts(self.parts.end(answer.reason)), answer))
 
     def _said(self, text: str, answer: Completion) -> dict[str, Any]:
-        usage, stopped = answer.usage, self.parts.stopped
+        usage, stopped = answer.usage, self.parts.stop.found
         return {
             "index": 0,
             "content": text,

@@ -113,11 +113,11 @@ Part = str | Thought | ToolCall
 class AnswerParts:
     """Splits one growing answer into its parts; a stop string ends it, and is left out.
 
-    stopped  the stop string that has ended it
+    stop  whose `found` is the stop string that has ended it
     """
 
     def __init__(self, request: Sampling, tokenizer: Any) -> None:
-        self._stop = StopText(request.stops)
+        self.stop = StopText(request.stops)
         self._tokenizer = tokenizer
         self._tools = ToolReader(Format(), {})
         self._thoughts = ThoughtReader(
@@ -135,12 +135,12 @@ class AnswerParts:
 
     def push(self, text: str, passed: int = 0) -> list[Part]:
         """Return the parts of a piece; passed: characters of the answer in which no stop string counts."""
-        return self._read(self._thoughts.push(self._stop.push(text, passed)))
+        return self._read(self._thoughts.push(self.stop.push(text, passed)))
 
     def end(self, reason: str | None = "stop") -> list[Part]:
         """Return what was held back of an answer that ended for this reason (stop or length)."""
         return self._read(
-            self._thoughts.push(self._stop.end()) + self._thoughts.end()
+            self._thoughts.push(self.stop.end()) + self._thoughts.end()
         ) + self._tools.end(reason)
 
     def of(self, answer: Completion) -> list[Part]:
@@ -151,10 +151,6 @@ class AnswerParts:
     def reason(self, answer: Completion) -> str:
         """Return stop, length or tool_calls."""
         return "tool_calls" if self._tools.found and answer.reason == "stop" else str(answer.reason)
-
-    @property
-    def stopped(self) -> str | None:
-        return self._stop.found
 
     def _read(self, texts: Sequence[str | Thought]) -> list[Part]:
         parts: list[Part] = []

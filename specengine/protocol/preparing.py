@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +36,6 @@ from specengine.protocol.tools import (
     special_tokens,
     tools_for,
 )
-from specengine.records import TokenLogprob
 from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint, compiled
 from specengine.request.options import GenerationOptions
@@ -191,12 +190,6 @@ class PreparedRequest(NamedTuple):
     shown: list[int]
     constraint: Constraint | None
 
-    @property
-    def prediction(self) -> list[int]:
-        ids = self.options.prediction or []
-        assert not isinstance(ids, str)
-        return ids
-
 
 @dataclass(frozen=True)
 class CheckedRequest:
@@ -269,17 +262,6 @@ class CheckedRequest:
     def prediction(self) -> str | None:
         predicted = self.request.prediction if isinstance(self.request, ChatRequest) else None
         return None if predicted is None else predicted.text or None
-
-    @property
-    def answers(self) -> bool:
-        """Return whether the request asks for tokens beyond the prompt."""
-        return self.request.wanted_tokens != 0
-
-    def score(self, engine: Engine, prompt: list[int]) -> Generator[TokenLogprob, None, None]:
-        """Yield the log-probabilities of a prompt's tokens, if the request asks for them."""
-        top = self.request.wanted_logprobs
-        if self.request.echoes and top is not None:
-            yield from engine.score(prompt, top)
 
     def require_possible(self, limits: ModelLimits) -> None:
         """Raise InputError for texts that no model of these limits can hold, before anything is read."""

@@ -19,7 +19,7 @@ from specengine.errors import SpecEngineError
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.dialects import Dialect
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.problems import RequestError, of_error, unavailable
+from specengine.protocol.problems import of_error, unavailable
 from specengine.protocol.replies import Reply
 from specengine.protocol.requests import CompletionRequest, Sampling
 from specengine.serve.models import Models
@@ -36,9 +36,7 @@ PLACE_SECONDS = 0.5  # between two looks at the place in the queue
 Coming = tuple[int, Event]  # the place of one of the answers that a request has asked for
 
 
-async def answered(
-    models: Models, dialect: Dialect[Any], body: BaseModel, request: Request
-) -> Response:
+async def answered(models: Models, dialect: Dialect, body: BaseModel, request: Request) -> Response:
     """Return the response to one request, whole or as a stream; RequestError."""
     require_ready(models.first.state)
     asked = dialect.translated(body)
@@ -231,11 +229,6 @@ def json_response(
 ) -> Response:
     """Return a response in ASCII, so that it can name the halves of characters that a client sent."""
     return Response(json.dumps(body), status, headers, media_type="application/json")
-
-
-def refusal(problem: RequestError, path: str) -> Response:
-    """Return the response that tells a problem, in the shape of the protocol that has this path."""
-    return json_response(problem.body_for(path), problem.status, problem.headers)
 
 
 def require_ready(state: str) -> None:

@@ -1,9 +1,13 @@
-"""The HTTP application: OpenAI's endpoints, and those that operators look at."""
+"""The HTTP application: OpenAI's endpoints, those that operators look at, and the page at `/`.
+
+The page is files of the package, with headers that let nothing else run and nothing be fetched.
+"""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,12 +23,32 @@ from specengine.protocol import ollama
 from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, of_error, of_validation
 from specengine.protocol.settings import Settings
-from specengine.serve.answering import answered, json_response, loaded, refusal, require_ready
-from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, PlainPaths
+from specengine.serve.answering import answered, json_response, loaded, require_ready
+from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, PlainPaths, refusal
 from specengine.serve.models import Models, give_back
-from specengine.serve.static import add_page
 from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
+
+_FOLDER = resources.files("specengine.serve").joinpath("page")
+_FILE_NAMES = sorted(file.name for file in _FOLDER.iterdir() if file.name.endswith((".css", ".js")))
+FILES = {"/": "index.html"} | {f"/page/{name}": name for name in _FILE_NAMES}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self' data:",
+    "frame-ancestors": "'none'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+}
+HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def create_app(models: Models) -> FastAPI:
@@ -51,17 +75,27 @@ def create_app(models: Models) -> FastAPI:
         middleware=middleware(models.settings, models.metrics.failed),
     )
     app.router.route_class = BodyRoute
-    add_page(app)
+    for path, name in FILES.items():
+        app.add_api_route(path, _serving(name), methods=["GET"], include_in_schema=False)
     _tell_problems(app, models)
     _operation(app, models)
-    _answering(app, models)
+    for path, dialect in DIALECTS.items():
+        app.add_api_route(
+            path,
+            _endpoint(models, dialect),
+            methods=["POST"],
+            summary=dialect.about,
+            responses={200: {"content": {dialect.reply.media_type: {"schema": {}}}}},
+        )
     add_texts(app, models)
     return app
 
 
 def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     """Return the middleware of every request; failed: a counter of refusals by status."""
-    guard = Middleware(Guard, settings=settings, failed=failed)
+    guard = Middleware(
+        Guard, settings=settings, failed=failed, without_key=(*FILES, *HEALTH, *ALIVE)
+    )
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.origins,
@@ -72,11 +106,19 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     return [Middleware(PlainPaths), *([cors] if settings.origins else []), guard]
 
 
+def _serving(name: str) -> Callable[[], Response]:
+    content = _FOLDER.joinpath(name).read_bytes()
+    kind = f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
+
+    def serve() -> Response:
+        return Response(content, headers=HEADERS, media_type=kind)
+
+    return serve
+
+
 def _tell_problems(app: FastAPI, models: Models) -> None:
     def told(problem: RequestError, request: Request) -> Response:
-        if request.url.path not in HEALTH:  # who asks whether requests are taken has made none
-            models.metrics.failed.labels(problem.status).inc()
-        return refusal(problem, request.url.path)
+        return refusal(problem, request.url.path, models.metrics.failed)
 
     @app.exception_handler(RequestError)
     @app.exception_handler(Exception)
@@ -156,18 +198,7 @@ def _operation(app: FastAPI, models: Models) -> None:
         return json_response(described(models.exactly(model)))
 
 
-def _answering(app: FastAPI, models: Models) -> None:
-    for path, dialect in DIALECTS.items():
-        app.add_api_route(
-            path,
-            _endpoint(models, dialect),
-            methods=["POST"],
-            summary=dialect.about,
-            responses={200: {"content": {dialect.reply.media_type: {"schema": {}}}}},
-        )
-
-
-def _endpoint(models: Models, dialect: Dialect[Any]) -> Callable[..., Any]:
+def _endpoint(models: Models, dialect: Dialect) -> Callable[..., Any]:
     async def answer(body: Any, request: Request) -> Response:
         if isinstance(body, ollama.ChatBody | ollama.GenerateBody) and ollama.is_empty(body):
             worker = models.named(body.model)

@@ -50,9 +50,9 @@ from specengine.protocol.problems import RequestError, of_error
 from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
-from specengine.serve.answering import PLACE_SECONDS, gone, json_response, refusal, require_ready
+from specengine.serve.answering import PLACE_SECONDS, gone, json_response, require_ready
 from specengine.serve.app import alive, create_app, middleware
-from specengine.serve.guards import ALIVE, HEALTH, parsed
+from specengine.serve.guards import ALIVE, HEALTH, parsed, refusal
 from specengine.serve.metrics import Added, Metrics
 from specengine.serve.models import Models, ServedModel
 from specengine.serve.server import connections, logging_of, open_socket
@@ -198,9 +198,7 @@ class Front:
             problem.headers["Retry-After"] = str(
                 min(max(math.ceil(self._mean_seconds), 1), MAX_RETRY_SECONDS)
             )
-        if request.url.path not in HEALTH:
-            self._own.failed.labels(problem.status).inc()
-        return refusal(problem, request.url.path)
+        return refusal(problem, request.url.path, self._own.failed)
 
 
 class _Line:

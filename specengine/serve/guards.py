@@ -3,6 +3,7 @@
 import hmac
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 from urllib.parse import quote
 
@@ -10,17 +11,16 @@ from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 from prometheus_client import Counter
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specengine.errors import shown
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback
-from specengine.serve.answering import refusal
-from specengine.serve.static import FILES
+from specengine.serve.answering import json_response
 
 HEALTH = ("/health", "/ready", "/healthz", "/v1/health")
 ALIVE = ("/live", "/version")
-WITHOUT_KEY = {*FILES}.union(HEALTH, ALIVE)
 JSON = "application/json"
 _ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
@@ -52,14 +52,18 @@ class Guard:
 
     Host names: those that name the server otherwise than it is called, as a page of elsewhere does whose name was
     pointed here; addresses of this machine alone are names too.
-    Keys: requests without one of them, compared in a time that does not depend on them.
+    Keys: requests without one of them, compared in a time that does not depend on them; `without_key`: paths that
+    need none, as they tell nothing that is not in the package.
     Origins: bodies that any page of elsewhere can make a browser send, which asks nobody before: those not declared as
     JSON, from an origin that is neither the server's nor allowed. Of everybody else any body is read as JSON.
     Sizes: a body that is too large, by its declared length or as it comes.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, failed: Counter) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, failed: Counter, without_key: Collection[str] = ()
+    ) -> None:
         self.app, self.settings, self.failed = app, settings, failed
+        self._without_key = without_key
         self._names = {_name(name) for name in settings.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,8 +72,7 @@ class Guard:
             return
         problem = self._problem(scope, Headers(scope=scope))
         if problem is not None:
-            self.failed.labels(problem.status).inc()
-            await refusal(problem, scope["path"])(scope, receive, send)
+            await refusal(problem, scope["path"], self.failed)(scope, receive, send)
             return
         others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
         scope = {**scope, "headers": [*others, (b"content-type", JSON.encode())]}
@@ -93,7 +96,7 @@ class Guard:
             return RequestError(403, message, "host", "host_not_allowed")
         if (
             self.settings.api_keys
-            and scope["path"] not in WITHOUT_KEY
+            and scope["path"] not in self._without_key
             and not self._allows(headers)
         ):
             message = "a key is needed, as Authorization: Bearer KEY, or as X-Api-Key: KEY"
@@ -137,6 +140,13 @@ class Guard:
             f"the body is larger than the {self.settings.max_body_bytes} bytes that are accepted"
         )
         return RequestError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+def refusal(problem: RequestError, path: str, failed: Counter) -> Response:
+    """Return the response that tells a problem, in the shape of the protocol that has this path, and count it."""
+    if path not in HEALTH:  # who asks whether requests are taken has made none
+        failed.labels(problem.status).inc()
+    return json_response(problem.body_for(path), problem.status, problem.headers)
 
 
 def _name(host: str) -> str:

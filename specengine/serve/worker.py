@@ -134,11 +134,14 @@ class JobQueue:
         with self._changed:
             waiting = len(self._waiting)
             if waiting + len(jobs) > most - len(self.answered):
+                # until the queue is likely empty, by the recent time of answers
+                turns = max((waiting + len(self.answered)) / self.parallel, 1)
+                seconds = min(max(math.ceil(self._mean_seconds * turns), 1), MAX_RETRY_SECONDS)
                 raise RequestError(
                     429,
-                    f"{waiting} requests wait already; try again in {self.retry_seconds} s",
+                    f"{waiting} requests wait already; try again in {seconds} s",
                     code="queue_full",
-                    headers={"Retry-After": str(self.retry_seconds)},
+                    headers={"Retry-After": str(seconds)},
                 )
             asking = {other.ticket.client for other in (*self._waiting, *self.answered)}
             for job in jobs:
@@ -173,12 +176,6 @@ class JobQueue:
         """Return whether no job is answered and none waits."""
         with self._changed:
             return not self._waiting and not self.answered
-
-    @property
-    def retry_seconds(self) -> int:
-        """Return the seconds until the queue is likely empty, by the recent time of answers."""
-        turns = max((len(self._waiting) + len(self.answered)) / self.parallel, 1)
-        return min(max(math.ceil(self._mean_seconds * turns), 1), MAX_RETRY_SECONDS)
 
     def abandon(self, problem: RequestError) -> None:
         """Fail all jobs whose answers have not ended."""
@@ -464,7 +461,9 @@ class Worker:
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
         yield from _score(engine, job, answer, deadline)
-        if not job.asked.answers and answer.prompt_logprobs:  # the prompt has been read
+        if (
+            job.asked.request.wanted_tokens == 0 and answer.prompt_logprobs
+        ):  # the prompt has been read
             generation.stats.num_prompt_tokens, answer.reason = len(generation.prompt), "length"
         with (
             contextlib.closing(generation),
@@ -501,8 +500,9 @@ class Worker:
                 answer.text,
             )
         if answer.reason is not None:
-            predicted = found_again(prepared.prediction, answer.token_ids)
-            answer.predicted = (predicted, len(prepared.prediction) - predicted)
+            prediction: Any = prepared.options.prediction or []
+            predicted = found_again(prediction, answer.token_ids)
+            answer.predicted = (predicted, len(prediction) - predicted)
             job.deliver(answer)
 
     def _failure(self, job: Job, error: Exception) -> None:
@@ -519,7 +519,7 @@ def _deliver(
 ) -> None:
     """Add a piece to its answer, and hand it on."""
     stats, request = generation.stats, job.asked.request
-    if not job.asked.answers:  # the prompt is in the cache, and the token after it is nobody's
+    if request.wanted_tokens == 0:  # the prompt is in the cache, and the token after it is nobody's
         stats.num_generated_tokens, answer.reason = 0, "length"
         return
     answer.add(piece.cycle)
@@ -549,8 +549,10 @@ def _score(
     engine: Engine, job: Job, answer: Completion, deadline: float
 ) -> Generator[None, None, None]:
     """Append the log-probabilities of the prompt's tokens, where the request wants them, as steps of a task."""
-    began = time.perf_counter()
-    with contextlib.closing(job.asked.score(engine, answer.prompt_ids)) as scores:
+    top, began = job.asked.request.wanted_logprobs, time.perf_counter()
+    if top is None or not job.asked.request.echoes:
+        return
+    with contextlib.closing(engine.score(answer.prompt_ids, top)) as scores:
         while not job.ticket.cancelled and (scored := next(scores, None)) is not None:
             answer.prompt_logprobs.append(scored)
             if (

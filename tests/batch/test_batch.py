@@ -77,7 +77,7 @@ def test_a_turn_follows_all_turns_before_it(monkeypatch: pytest.MonkeyPatch) -> 
         yield from ()
         return GenerationResult(f"said {len(prompts)}", [], "stop", Stats())
 
-    monkeypatch.setattr(answering.openai, "complete", said)
+    monkeypatch.setattr(answering, "complete", said)
     assert not result_of(answering.answer(None, Item(0, "a", "one", later=("two", "three")))).failed  # type: ignore[arg-type]
     assert [turn["content"] for turn in prompts[-1]] == ["one", "said 1", "two", "said 2", "three"]
 

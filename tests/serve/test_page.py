@@ -17,7 +17,7 @@ import pytest
 from specengine import Engine
 from specengine.protocol import preparing
 from specengine.serve import static
-from specengine.serve.static import FILES
+from specengine.serve.app import FILES
 from specengine.trace.records import TracedCycle
 from tests.engine.engines import forced
 from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
