@@ -269,11 +269,6 @@ class CheckedRequest:
         room.require_possible("prompt", self.letters, limits.tokenizer)
         room.require_possible("prediction", len(self.prediction or ""), limits.tokenizer)
 
-    def prompt_ids(self, engine: Engine, limits: ModelLimits) -> list[int]:
-        """Return the tokens of the prompt; InputError or RequestError."""
-        self.require_possible(limits)
-        return self._prompt_ids(engine, limits, lambda: None)
-
     def prepare(
         self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
     ) -> PreparedRequest:
@@ -283,7 +278,7 @@ class CheckedRequest:
         """
         tokenizer = limits.tokenizer
         with limits.lock:
-            ids = self._prompt_ids(engine, limits, still_wanted)
+            ids = self.prompt_ids(engine, limits, still_wanted)
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise ContextLengthError.of(
@@ -359,9 +354,11 @@ class CheckedRequest:
             still_wanted,
         )
 
-    def _prompt_ids(
-        self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None]
+    def prompt_ids(
+        self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
     ) -> list[int]:
+        """Return the tokens of the prompt; InputError or RequestError. still_wanted: as in `prepare`."""
+        self.require_possible(limits)
         if self._functions:
             format_of(limits.tokenizer)
         tools = self._functions

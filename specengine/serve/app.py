@@ -169,9 +169,12 @@ def _operation(app: FastAPI, models: Models) -> None:
     for path in HEALTH[2:]:
         app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 
-    text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-
-    @app.get("/metrics", summary="For Prometheus", response_class=Response, responses=text)
+    @app.get(
+        "/metrics",
+        summary="For Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
     async def metrics() -> Response:
         return Response(models.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

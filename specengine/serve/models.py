@@ -62,6 +62,7 @@ class Models:
                 each.load,
                 dataclasses.replace(settings, name=each.name),
                 self.metrics if alone else Metrics(),
+                self._room,
             )
             for each in models
         }
@@ -70,10 +71,9 @@ class Models:
         self._sizes = {self.workers[each.name]: each.size for each in models}
         self._loading = threading.Lock()
         self._figures = Added("model_name")
-        for worker in self.workers.values():
-            worker.state, worker.room = "ready", self._room
-        self.first = next(iter(self.workers.values()))
-        self.first.state = "loading"
+        self.first, *others = self.workers.values()
+        for worker in others:
+            worker.state = "ready"
 
     def figures(self) -> bytes:
         """Return the metrics of all models, with their names as a label where there are several."""

@@ -221,7 +221,8 @@ class Server(uvicorn.Server):
         end = time.monotonic() + self.models.settings.drain_seconds
         workers = self.models.workers.values()
         for worker in workers:
-            worker.drain()
+            if worker.state == "ready":
+                worker.state = "stopping"  # whoever submits sees to it that nothing more comes
         while not all(worker.jobs.idle for worker in workers) and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for worker in workers:

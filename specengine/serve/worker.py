@@ -266,7 +266,13 @@ class Worker:
     room      returns the context for loading; nothing is loaded where that has False
     """
 
-    def __init__(self, load: Callable[[], Engine], settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        settings: Settings,
+        metrics: Metrics,
+        room: Callable[["Worker"], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.failure: BaseException | None = None
         self.failed: Callable[[], None] = lambda: None
@@ -276,19 +282,12 @@ class Worker:
         # for whoever reads texts without an answer; copied at the start, slowly
         self.beside: ModelLimits | None = None
         self.settings = settings
-        self.room: Callable[[Worker], contextlib.AbstractContextManager[Any]] = (
-            contextlib.nullcontext
-        )
+        self._room = room
         self._load = load
         self._pool: Pool | None = None
         self.thread = threading.Thread(target=self._run, name="specengine", daemon=True)
         metrics.running.set_function(lambda: len(self.jobs.answered) - self._without_room)
         metrics.waiting.set_function(lambda: len(self.jobs) + self._without_room)
-
-    def drain(self) -> None:
-        """Answer what there is; whoever submits sees to it that nothing more comes."""
-        if self.state == "ready":
-            self.state = "stopping"
 
     def stop(self, seconds: float = 10.0) -> None:
         """Cancel everything and end the threads, which are not waited for while they load."""
@@ -308,7 +307,7 @@ class Worker:
     def _run(self) -> None:
         while self.state == "loading" or self.jobs.first(lambda job: True) is not None:
             try:
-                with self.room(self) as has_room:
+                with self._room(self) as has_room:
                     if has_room:
                         self._make_ready()
             except BaseException as error:  # told by whoever waits for the engine
