@@ -62,8 +62,8 @@ def answer(engine: Engine, item: Item) -> Generator[None, None, Answered]:
 def failed(item: Item, kind: str, message: str) -> Answered:
     """Return the line of an item that gets no answer."""
     if item.url is not None:
-        error = {"code": kind, "message": message}
-        return Answered(item.place, _openai_line(item, None, error), [])
+        error = _openai_line(item, None, {"code": kind, "message": message})
+        return Answered(item.place, error, [])
     return Answered(item.place, {"id": item.id, "error": {"type": kind, "message": message}}, [])
 
 

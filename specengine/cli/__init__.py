@@ -133,5 +133,5 @@ def _follow(parsed: Any) -> int:
     """Run a rank other than the first: its engine follows the first one's, and it neither reads nor prints."""
     from specengine.cli import given
 
-    given.load_engine(parsed, progress=lambda line: None)
+    given.recipe(parsed, progress=lambda line: None).load()
     return 0

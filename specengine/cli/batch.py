@@ -15,7 +15,7 @@ from specengine.batch import answering, lines
 from specengine.batch.files import Files, Stream, opened
 from specengine.benchmark.records import provenance
 from specengine.cli import given
-from specengine.cli.terminal import redraws, say
+from specengine.cli.terminal import say, why_no_colours
 from specengine.errors import require
 from specengine.replicas import Scale
 
@@ -119,7 +119,7 @@ class AnswersDone:
     def __init__(self, count: int) -> None:
         self._count, self._done, self._failed, self._tokens = count, 0, 0, 0
         self._began = self._said = time.monotonic()
-        self._terminal = redraws()
+        self._terminal = why_no_colours("stderr") is None
 
     def count(self, answered: answering.Answered) -> None:
         self._done += 1

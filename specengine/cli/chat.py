@@ -36,8 +36,9 @@ TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "
 def run(arguments: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
     given.generation_options(arguments)  # which checks them before anything is loaded
-    engine = given.load_engine(arguments)
-    waits = learn.beside(given.recipe(arguments), lambda: not engine.is_busy)
+    recipe = given.recipe(arguments)
+    engine = recipe.load()
+    waits = learn.beside(recipe, lambda: not engine.is_busy)
     with waits, given.open_trace(arguments, engine) as trace:
         Chat(engine, arguments, trace, interactive=interactive).run()
     return 0

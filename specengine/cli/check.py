@@ -32,8 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     options.setdefault("seed", int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")))
     plain, speculative = _engines(arguments)
     given.note_idle_options(arguments, plain.stream(conversations[0][0], **options))
-    width = max(map(len, ("policy", *speculative)))
-    say(_row("policy".ljust(width), "verdict", "token", "gap", "length", "tau", "prompt"))
     rows = list(_compare(arguments, plain, speculative, conversations, options))
     counts = Counter(row["verdict"] for row in rows)
     summary = {verdict: counts[verdict] for verdict in VERDICTS}
@@ -79,8 +77,9 @@ def _compare(
     conversations: list[given.Turns],
     options: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per policy and turn. Later turns continue from the plain answers."""
+    """Say and yield a row per policy and turn. Later turns continue from the plain answers."""
     width = max(map(len, ("policy", *speculative)))
+    say(_row("policy".ljust(width), "verdict", "token", "gap", "length", "tau", "prompt"))
     progress = Progress(sum(map(len, conversations)) * (1 + len(speculative)))
     for turns in conversations:
         messages = given.messages(arguments)

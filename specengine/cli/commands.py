@@ -164,8 +164,11 @@ def add_serve(parser: Parser) -> None:
         "request_seconds", "keep_alive_seconds", "drain_seconds",
     )  # fmt: skip
     add_declared(parser.add_argument_group("limits"), limits, SERVING)
-    replicas = parser.add_argument_group("replicas")
-    add_declared(replicas, ["replicas", "max_replicas", "threads", "address"], SCALE)
+    add_declared(
+        parser.add_argument_group("replicas"),
+        ["replicas", "max_replicas", "threads", "address"],
+        SCALE,
+    )
     add_declared(add_draft_and_policy(parser), ["learn"])
 
 
@@ -187,14 +190,12 @@ def add_batch(parser: Parser) -> None:
         },
     )
     add_declared(parser, ["parallel"], SERVING)
-    replicas = parser.add_argument_group("replicas")
-    add_declared(replicas, ["replicas", "threads", "address"], SCALE)
+    add_declared(parser.add_argument_group("replicas"), ["replicas", "threads", "address"], SCALE)
     add_model(parser)
     add_draft_and_policy(parser)
     add_generation(parser)
 
 
-PROMPT = "Explain how a rainbow forms, and why its colours always stand in the same order."
 OF_TIMING = {
     "--max-new-tokens": number("longest answer, in tokens (default 128)", 128),
     "--rounds": number("rounds; figures are medians over them (default 3)", 3),
@@ -205,7 +206,10 @@ def add_demo(parser: Parser) -> None:
     declare(
         parser,
         {
-            "--prompt": {"default": PROMPT, "help": "default: a question about rainbows"},
+            "--prompt": {
+                "default": "Explain how a rainbow forms, and why its colours always stand in the same order.",
+                "help": "default: a question about rainbows",
+            },
             **OF_TIMING,
         },
     )

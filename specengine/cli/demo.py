@@ -27,8 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     require_minimum(arguments, rounds=1)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "temperature": 0.0}
     GenerationOptions.check(options)
-    strict = {"prefer_strict": arguments.strict is None, "strict": bool(arguments.strict)}
-    engine = given.load_engine(arguments, **strict)  # then both ways give the same bits
+    engine = given.recipe(
+        arguments, prefer_strict=arguments.strict is None, strict=bool(arguments.strict)
+    ).load()  # then both ways give the same bits
 
     say(f"\n{arguments.prompt}\n")
     drawn = _stream_answer(engine, arguments.prompt, options)
@@ -41,8 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     _limit(timed, arguments.prompt)
     before = processor_times()
     item = Workload("demo", "1", (arguments.prompt,))
-    settings = {"record": "settings", "prompts": 1, "rounds": timed.rounds, **options}
-    settings["max_new_tokens"] = timed.length
+    settings = {
+        "record": "settings",
+        "prompts": 1,
+        "rounds": timed.rounds,
+        **options,
+        "max_new_tokens": timed.length,
+    }
     report(
         [settings, model_record(engine), *timed.records([item])],
         {SPECULATIVE: True},

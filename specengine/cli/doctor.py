@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             for n in ROWS
         },
         "observed": dict(zip(OBSERVED, averages, strict=True)) if averages else {},
-        "missing": [*_missing(), *_missing_head(engine, name)],
+        "missing": _missing(engine, name),
         "verdict": verdict(engine.target.device.type, costs, averages, others),
     }
     print_facts(facts, in_json=arguments.json)
@@ -153,7 +153,7 @@ def _draft(engine: Engine) -> dict[str, Any]:
 # ---- what is missing
 
 
-def _missing() -> list[str]:
+def _missing(engine: Engine, model: str) -> list[str]:
     """Return a line for each part that is not there, with the command that brings it."""
     lines = []
     if not is_built():
@@ -168,13 +168,9 @@ def _missing() -> list[str]:
     for extra, packages in EXTRAS.items():
         if absent := [name for name in packages if importlib.util.find_spec(name) is None]:
             lines.append(f"{', '.join(absent)}, of the extra `{extra}`: {install_command(extra)}")
+    if engine.drafter is not None and engine.drafter.name.startswith(("recycling", "ngram")):
+        lines.append(f"a draft head for this model: specengine train draft FOLDER --target {model}")
     return lines
-
-
-def _missing_head(engine: Engine, model: str) -> list[str]:
-    if engine.drafter is None or not engine.drafter.name.startswith(("recycling", "ngram")):
-        return []
-    return [f"a draft head for this model: specengine train draft FOLDER --target {model}"]
 
 
 # ---- calibrate

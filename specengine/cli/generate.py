@@ -3,6 +3,7 @@
 import argparse
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
 from specengine.cli import given
 from specengine.cli.terminal import DRAFTED, OWN, RESET, as_json, say, why_no_colours, write
@@ -20,11 +21,14 @@ def run(arguments: argparse.Namespace) -> int:
     text = given.read_prompt(arguments.prompt)
     prompt = given.as_prompt(given.messages(arguments), text, raw=arguments.raw)
     prediction = given.read_option("prediction", arguments.prediction)
-    files = {name: getattr(arguments, name) for name in ("json_schema", "grammar")}
-    constraint = {name: given.read_option(name, file) for name, file in files.items() if file}
+    constraint = {
+        name: given.read_option(name, file)
+        for name in ("json_schema", "grammar")
+        if (file := getattr(arguments, name))
+    }
     GenerationOptions.check(constraint)
     options = given.generation_options(arguments) | constraint
-    engine = given.load_engine(arguments)
+    engine = given.recipe(arguments).load()
     generation = engine.stream(prompt, prediction=prediction, **options)
     given.note_idle_options(arguments, generation)
     with given.open_trace(arguments, engine) as trace, given.follow(generation, trace) as pieces:
@@ -63,12 +67,11 @@ Paint = Callable[[StreamPiece], str]
 
 def view(engine: Engine, *, draft: bool) -> Paint:
     """Return how pieces are printed: with the draft's colours, after their legend, where they are asked for."""
-    if not draft:
-        return plain_text
     reason = why_no_colours()
-    if reason:
+    if draft and reason:
         say(f"specengine: note: --show-draft prints without colours, because {reason}")
-        return plain_text
+    if reason or not draft:
+        return attrgetter("text")
     say(DraftColours.LEGEND)
     return DraftColours(engine).paint
 
@@ -80,10 +83,6 @@ def _print_answer(pieces: Iterable[StreamPiece], paint: Paint, *, stream: bool) 
         if stream:
             write(texts.pop())
     write("".join(texts) + "\n")
-
-
-def plain_text(piece: StreamPiece) -> str:
-    return piece.text
 
 
 class DraftColours:

@@ -96,9 +96,10 @@ def follow(
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.from_pretrained that say how models are loaded."""
-    values = values_of(LOADING, arguments)
-    pairs = {name: dict(values[name]) for name in values if LOADING[name].reader is NAMES}
-    return values | pairs
+    return {
+        name: dict(value) if LOADING[name].reader is NAMES else value
+        for name, value in values_of(LOADING, arguments).items()
+    }
 
 
 def values_of(declared: Mapping[str, Declaration], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -110,14 +111,6 @@ def values_of(declared: Mapping[str, Declaration], arguments: argparse.Namespace
     }
 
 
-def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
-    """Return the engine of the command line, ready to answer.
-
-    changes: options of Engine.from_pretrained instead of those on the command line.
-    """
-    return recipe(arguments, **changes).load()
-
-
 def recipe(
     arguments: argparse.Namespace,
     *,
@@ -125,10 +118,17 @@ def recipe(
     prefer_strict: bool = False,
     **changes: Any,
 ) -> EngineArguments:
-    """Return how a replica loads the engine. prefer_strict: load with `strict` where the model can."""
-    options = load_options(arguments) | changes
+    """Return how the engine of the command line is loaded. prefer_strict: with `strict` where the model can.
+
+    changes: options of Engine.from_pretrained instead of those on the command line.
+    """
     return EngineArguments(
-        arguments.model, arguments.draft, arguments.policy, options, threads, prefer_strict
+        arguments.model,
+        arguments.draft,
+        arguments.policy,
+        load_options(arguments) | changes,
+        threads,
+        prefer_strict,
     )
 
 
@@ -162,14 +162,11 @@ def replicas(arguments: argparse.Namespace) -> Scale | None:
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return options of Engine.generate, checked; an option without a value is left to the model's own defaults."""
-    values = {each.name: getattr(arguments, each.dest) for each in flags().values()}
-    defaults = {
-        each.name: each.default for each in flags().values() if isinstance(each.default, bool)
-    }
     options = {
-        name: value
-        for name, value in values.items()
-        if value is not None and value != defaults.get(name)
+        each.name: value
+        for each in flags().values()
+        if (value := getattr(arguments, each.dest)) is not None
+        and not (isinstance(each.default, bool) and value == each.default)
     }
     if getattr(arguments, "raw", False):
         options["raw"] = True

@@ -53,13 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
         "policies": _variants(policies, TreePolicy, "policy"),
         "drafters": _variants(drafters, Drafter, "draft"),
     }
-    engine = None
     if arguments.model is not None or arguments.draft is not None:
         options = given.load_options(arguments) | {"draft_options": {}}  # those are of the head
         engine = Engine.from_pretrained(arguments.model, policy="plain", **options)
         facts["model"] = model_facts(arguments.model or models.embedded.NAME, engine)
-    if arguments.draft is not None and engine is not None:
-        facts["draft"] = _draft(arguments, engine)
+        if arguments.draft is not None:
+            facts["draft"] = _draft(arguments, engine)
     if not arguments.json:
         facts["backends"] = {
             name: line

@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     _stand_back()
     from specengine.train.draft.use import Learner
 
-    rounds = Learner(given.load_engine(arguments, learn=str(arguments.folder)), progress=say).learn(
-        60 * arguments.minutes
-    )
+    rounds = Learner(
+        given.recipe(arguments, learn=str(arguments.folder)).load(), progress=say
+    ).learn(60 * arguments.minutes)
     print(f"{sum(each.swapped for each in rounds)} of {len(rounds)} rounds gave a better head")
     return 0
 

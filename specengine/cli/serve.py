@@ -25,12 +25,12 @@ from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback, require_key
 from specengine.protocol.tools import TEMPLATE, format_of
 
-WEIGHTS = ".safetensors", ".gguf", ".bin"
 KEY_VARIABLE = "SPECENGINE_API_KEY"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    models, template = models_of(arguments), read_template(arguments.chat_template)
+    models = models_of(arguments)
+    template = read_template(arguments.chat_template)
     settings = settings_of(arguments)
     try:
         from specengine.serve import server
@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             "specengine: note: the default model is small: it calls tools when it is made to, and seldom else"
         )
 
-    scale, (first, *others) = given.replicas(arguments), models
+    scale = given.replicas(arguments)
+    first, *others = models
     recipe = dataclasses.replace(given.recipe(arguments), model=models[first])
 
     def listening(address: str) -> None:
@@ -55,9 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"Serving {settings.name} at {address}, once it is loaded{later}")
 
     def loader(path: str | None, threads: int) -> Callable[[], Engine]:
-        is_default = template is None and path in (None, embedded.NAME)
-        named = dataclasses.replace(recipe, model=path, threads=threads)
-        return templated(named.load, template, own=is_default)
+        return functools.partial(
+            templated,
+            dataclasses.replace(recipe, model=path, threads=threads).load,
+            template,
+            own=path in (None, embedded.NAME),
+        )
 
     if others:
         require("replicas", "several", "1, with several models", scale is None)
@@ -94,45 +98,35 @@ def models_of(arguments: argparse.Namespace) -> dict[str, str | None]:
 
 def size_of(model: str | None) -> int:
     """Return the bytes of a model's weights, 0 where they are not on this disk."""
-    built = cache_dir() / "models" / embedded.NAME
-    folder = built if embedded.is_default(model) else Path(str(model))
+    is_default = embedded.is_default(model)
+    folder = cache_dir() / "models" / embedded.NAME if is_default else Path(str(model))
     if not folder.exists():
         with contextlib.suppress(ValueError):  # no id
             folder = Path(str(try_to_load_from_cache(str(model), CONFIG_NAME))).parent
     files = [folder] if folder.is_file() else list(folder.glob("*"))
     return max(
-        sum(file.stat().st_size for file in files if file.suffix == suffix) for suffix in WEIGHTS
+        sum(file.stat().st_size for file in files if file.suffix == suffix)
+        for suffix in (".safetensors", ".gguf", ".bin")
     )
 
 
-def templated(
-    load: Callable[[], Engine], template: str | None, *, own: bool = False
-) -> Callable[[], Engine]:
-    """Return a function that loads the engine with another chat template, if there is one.
+def templated(load: Callable[[], Engine], template: str | None, *, own: bool = False) -> Engine:
+    """Load the engine with another chat template, if there is one.
 
     own: with the model's own template, and next to it one for requests with tools, where its own takes none.
     """
-    if own:
-        return functools.partial(_with_tools, load)
-    return load if template is None else functools.partial(_with_template, load, template)
-
-
-def _with_tools(load: Callable[[], Engine]) -> Engine:
     engine = load()
     tokenizer = engine.tokenizer
-    try:
-        format_of(tokenizer)
-    except RequestError:
-        if isinstance(plain := getattr(tokenizer, "chat_template", None), str):
-            tokenizer.chat_template = {"default": plain, "tool_use": TEMPLATE}
-    return engine
-
-
-def _with_template(load: Callable[[], Engine], template: str) -> Engine:
-    engine = load()
-    if not hasattr(engine.tokenizer, "chat_template"):
-        raise InputError("chat_template: this model's tokenizer takes none")
-    engine.tokenizer.chat_template = template
+    if template is not None:
+        if not hasattr(tokenizer, "chat_template"):
+            raise InputError("chat_template: this model's tokenizer takes none")
+        tokenizer.chat_template = template
+    elif own:
+        try:
+            format_of(tokenizer)
+        except RequestError:
+            if isinstance(plain := getattr(tokenizer, "chat_template", None), str):
+                tokenizer.chat_template = {"default": plain, "tool_use": TEMPLATE}
     return engine
 
 

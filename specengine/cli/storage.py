@@ -52,9 +52,10 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_clean(arguments: argparse.Namespace) -> int:
     what = arguments.what or KEPT
-    deletable = [each for each in _all() if each.deletable]
     chosen = [
-        each for each in deletable if Path(each.path).relative_to(cache_dir()).parts[0] in what
+        each
+        for each in _all()
+        if each.deletable and Path(each.path).relative_to(cache_dir()).parts[0] in what
     ]
     if not chosen:
         say(f"There is nothing to delete in {cache_dir()}")

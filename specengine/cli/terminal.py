@@ -85,20 +85,16 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def why_no_colours() -> str | None:
-    """Return why standard output takes no colours, or None where it does."""
+def why_no_colours(stream: str = "stdout") -> str | None:
+    """Return why a stream takes no colours and no line that is written over, or None where it does.
+
+    stream: its name in `sys`
+    """
     if os.environ.get("NO_COLOR"):
         return "NO_COLOR is set"
     if os.environ.get("TERM") == "dumb":
         return "TERM is dumb"
-    return None if sys.stdout.isatty() else "standard output is not a terminal"
-
-
-def redraws() -> bool:
-    """Return whether a line on standard error may be written over by escape sequences."""
-    return (
-        sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-    )
+    return None if getattr(sys, stream).isatty() else "standard output is not a terminal"
 
 
 class Progress:
@@ -110,7 +106,7 @@ class Progress:
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
         self.done += 1
-        shown = redraws()
+        shown = why_no_colours("stderr") is None
         if shown:
             print(f"[{self.done}/{self.steps}] {what}", end="", file=sys.stderr, flush=True)
         try:

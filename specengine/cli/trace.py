@@ -48,9 +48,8 @@ def _show(traces: Sequence[Trace], arguments: argparse.Namespace, *, with_summar
     if with_summary:
         for line in summary(traces):
             print_line(line)
-    queries = [query for trace in traces for query in trace.queries]
-    if with_summary and not (queries and queries[0].cycles):
-        return
+        if not next((query.cycles for trace in traces for query in trace.queries), None):
+            return
     cycle, place = _cycle(traces, arguments)
     print_line(f"\n{place}")
     print_tree(cycle, pruned=arguments.pruned)

@@ -71,10 +71,9 @@ async def answered(models: Models, dialect: Dialect, body: BaseModel, request: R
             if isinstance(first, tuple) and isinstance(first[1], Exception):
                 raise of_error(first[1], names)
             stack.pop_all()  # the stream closes it
-            shape, failed = dialect.reply, models.metrics.failed
             return StreamingResponse(
-                _stream(failed, checked, reply, shape.ping, first, coming),
-                media_type=shape.media_type,
+                _stream(models.metrics.failed, checked, reply, dialect.reply.ping, first, coming),
+                media_type=dialect.reply.media_type,
             )
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -177,7 +176,8 @@ async def events(
 
     watching = asyncio.create_task(watch())
     ping = jobs[0].asked.settings.ping_seconds
-    waits, told = bool(jobs[0].asked.request.return_cycles), False
+    waits = bool(jobs[0].asked.request.return_cycles)
+    told = False
     try:
         while True:
             try:

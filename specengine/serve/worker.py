@@ -548,8 +548,8 @@ def _score(
     engine: Engine, job: Job, answer: Completion, deadline: float
 ) -> Generator[None, None, None]:
     """Append the log-probabilities of the prompt's tokens, where the request wants them, as steps of a task."""
-    top, began = job.asked.request.wanted_logprobs, time.perf_counter()
-    if top is None or not job.asked.request.echoes:
+    began = time.perf_counter()
+    if (top := job.asked.request.wanted_logprobs) is None or not job.asked.request.echoes:
         return
     with contextlib.closing(engine.score(answer.prompt_ids, top)) as scores:
         while not job.ticket.cancelled and (scored := next(scores, None)) is not None:

@@ -158,9 +158,9 @@ def test_a_cache_of_another_user_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_lines_are_written_over_in_terminals_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert terminal.redraws()
+    assert terminal.why_no_colours("stderr") is None
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not terminal.redraws()
+    assert terminal.why_no_colours("stderr") is not None
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not terminal.redraws()
+    assert terminal.why_no_colours("stderr") is not None

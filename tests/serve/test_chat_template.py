@@ -25,7 +25,7 @@ def test_a_template_that_takes_tools(tmp_path: Path) -> None:
     asked = CHAT | {"tools": [TOOL], "max_tokens": 1}
     with served(tiny_engine) as plain:
         assert plain.post(asked).status_code == 400
-    with served(templated(tiny_engine, read_template(file))) as server:
+    with served(lambda: templated(tiny_engine, read_template(file))) as server:
         assert server.post(asked).status_code == 200
 
 
@@ -47,8 +47,8 @@ def test_a_template_of_its_own_for_requests_with_tools() -> None:
 
     user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
     with (
-        served(templated(roomy, None)) as plain,
-        served(templated(roomy, None, own=True)) as server,
+        served(lambda: templated(roomy, None)) as plain,
+        served(lambda: templated(roomy, None, own=True)) as server,
     ):
         for turns in ([user], [system, user], [user, {"role": "assistant", "content": "So"}, user]):
             assert prompt(server, *turns) == prompt(plain, *turns)
@@ -118,7 +118,7 @@ def test_a_model_that_takes_tools_keeps_its_template() -> None:
         made.tokenizer = byte_tokenizer(TEMPLATE)
         return made
 
-    assert templated(engine, None, own=True)().tokenizer.chat_template == TEMPLATE
+    assert templated(engine, None, own=True).tokenizer.chat_template == TEMPLATE
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
