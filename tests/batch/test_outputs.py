@@ -202,7 +202,7 @@ def test_a_line_is_written_whole_or_not_at_all(
     with Files(out, ITEMS, *HEAD) as first, monkeypatch.context() as patch:
         first.add(answered(0))
         lines = first._opened[out]
-        patch.setattr(lines, "_handle", Partial(lines._handle, interrupted=interrupted))
+        patch.setattr(lines, "handle", Partial(lines.handle, interrupted=interrupted))
         with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
             first.add(answered(1))
     count = 1 if interrupted else 2

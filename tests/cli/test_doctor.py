@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "is_built", lambda: False)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    lines = doctor._missing()
+    lines = doctor._missing(SimpleNamespace(drafter=None), "a model")  # type: ignore[arg-type]
     assert any("_cpu is not built" in line for line in lines)
     assert any("C++17 compiler, which" in line for line in lines)
     assert sum("of the extra" in line for line in lines) == len(doctor.EXTRAS)

@@ -45,7 +45,7 @@ def saying(extra: Sequence[str] = (), context: int = 2048, **settings: Any) -> I
             target_of(model), NGram(longest=3, shortest=1), policy_for("chain"), tokenizer
         )
 
-    own_options, own_prompt = preparing._options, preparing.CheckedRequest._prompt_ids
+    own_options, own_prompt = preparing._options, preparing.CheckedRequest.prompt_ids
     with served(engine, **settings) as server:
         made = Saying(server)
 
@@ -63,6 +63,6 @@ def saying(extra: Sequence[str] = (), context: int = 2048, **settings: Any) -> I
 
         with (
             mock.patch.object(preparing, "_options", options),
-            mock.patch.object(preparing.CheckedRequest, "_prompt_ids", prompt),
+            mock.patch.object(preparing.CheckedRequest, "prompt_ids", prompt),
         ):
             yield made

@@ -343,7 +343,7 @@ def test_the_command_serves_each_model_with_the_same_options(
     assert run(make_parser().parse_args(words)) == 0
     models, settings = calls[0][:2]
     assert [(model.name, model.path) for model in models] == [("b", "a/b"), ("x", str(tmp_path))]
-    assert [model.load.__self__.policy for model in models] == ["plain", "plain"]
+    assert [model.load.args[0].__self__.policy for model in models] == ["plain", "plain"]
     assert settings.name == "b"
     for more, field in ((["--learn", str(tmp_path)], "learn"), (["--replicas", "2"], "replicas")):
         with pytest.raises(InputError, match=f"^{field}: "):

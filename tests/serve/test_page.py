@@ -16,7 +16,7 @@ import pytest
 
 from specengine import Engine
 from specengine.protocol import preparing
-from specengine.serve import static
+from specengine.serve import app as served_app
 from specengine.serve.app import FILES
 from specengine.trace.records import TracedCycle
 from tests.engine.engines import forced
@@ -114,7 +114,7 @@ def test_its_functions(tmp_path: Path) -> None:
     for name in FILES.values():
         if name.endswith(".js"):
             (tmp_path / name).write_bytes(
-                (Path(static.__file__).with_name("page") / name).read_bytes()
+                (Path(served_app.__file__).with_name("page") / name).read_bytes()
             )
     (tmp_path / "package.json").write_text('{"type": "module"}')
     (tmp_path / "page.mjs").write_text(Path(__file__).with_name("page.mjs").read_text())
