@@ -1,5 +1,5 @@
 // The queues of a best-first search: one block, one launch per pass, capturable, without a host read. NVRTC compiles it
-// at run time (specengine/ops/_nvrtc.py).
+// at run time (specengine/ops/cuda.py).
 #include "spec/device_best_first.hpp"
 
 namespace {

@@ -1,6 +1,6 @@
 // The rule of a search that weighs worth against costs: one block and one launch per level, per choice of whom to verify,
 // per tree of these and per outcome, capturable, without a host read. NVRTC compiles it at run time
-// (specengine/ops/_nvrtc.py), without fused products and sums, which would not have the bits of spec/worth.hpp.
+// (specengine/ops/cuda.py), without fused products and sums, which would not have the bits of spec/worth.hpp.
 #include "spec/device_worth.hpp"
 
 namespace {

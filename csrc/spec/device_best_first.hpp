@@ -25,7 +25,7 @@ struct Step {
   DrawnArrays out;
 };
 
-static_assert(sizeof(Step) == 26 * 8, "as in specengine/ops/_nvrtc.py");
+static_assert(sizeof(Step) == 26 * 8, "as in specengine/ops/cuda.py");
 
 // Memory of a block. Merged runs have -inf in empty places; of equal scores those of `made` come later.
 struct StepShared {

@@ -17,7 +17,7 @@ constexpr int kRuleLanes = 512;  // of the block
 constexpr int kPlainShared = 48 * 1024, kMostShared = 96 * 1024;  // bytes of the block: unasked for, and on each card since sm_80
 
 // A level of a search: children are appended below the frontier, and the next pass is chosen. begins: there are no
-// children, the search begins at the root. As in specengine/ops/_nvrtc.py, member by member.
+// children, the search begins at the root. As in specengine/ops/cuda.py, member by member.
 struct LevelArgs {
   TreeArrays tree;
   int64_t capacity;
@@ -85,10 +85,10 @@ struct OutcomeArgs {
   double memory;
 };
 
-static_assert(sizeof(LevelArgs) == 43 * 8, "as in specengine/ops/_nvrtc.py");
-static_assert(sizeof(KeepArgs) == 9 * 8, "as in specengine/ops/_nvrtc.py");
-static_assert(sizeof(ExtractArgs) == 17 * 8, "as in specengine/ops/_nvrtc.py");
-static_assert(sizeof(OutcomeArgs) == 30 * 8, "as in specengine/ops/_nvrtc.py");
+static_assert(sizeof(LevelArgs) == 43 * 8, "as in specengine/ops/cuda.py");
+static_assert(sizeof(KeepArgs) == 9 * 8, "as in specengine/ops/cuda.py");
+static_assert(sizeof(ExtractArgs) == 17 * 8, "as in specengine/ops/cuda.py");
+static_assert(sizeof(OutcomeArgs) == 30 * 8, "as in specengine/ops/cuda.py");
 
 // Hands out the block's memory, [bytes], in pieces.
 class Pieces {

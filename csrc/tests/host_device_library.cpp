@@ -1,4 +1,4 @@
-// The part of CUDA's driver that specengine/ops/_nvrtc.py calls to launch, on the host: for tests of who calls it.
+// The part of CUDA's driver that specengine/ops/cuda.py calls to launch, on the host: for tests of who calls it.
 #include <cstdint>
 
 #include "tests/lanes.hpp"

@@ -1,18 +1,24 @@
 """The kernels of csrc/*.cu: SALF's queue and auto's rule for CUDA tensors.
 
-NVRTC compiles them on first use (_nvrtc.py), and they run on torch's current stream of the tensors' device; call each
-once before a capture, so that its kernel is loaded. Contents of tensors are the caller's promise, as reading them would
+NVRTC, which torch's CUDA wheels bring, compiles a source once per process and kind of device, in about a second; the
+sources are installed next to specengine (specengine_csrc). The driver's interface launches kernels on torch's current
+stream of the tensors' device; call each once before a capture, so that its kernel is loaded. BackendError where the
+sources are refused or the driver reports an error. Contents of tensors are the caller's promise, as reading them would
 make the host wait.
 """
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specengine.ops import _nvrtc, queue, worth
+from specengine.errors import BackendError
+from specengine.ops import queue, worth
 from specengine.ops._meanings import WORD_BITS
 from specengine.ops._registry import by_meaning
 from specengine.ops.queue import Drawn, Queues, Search
@@ -21,14 +27,274 @@ from specengine.ops.tree import Arrays, Counters, Nodes
 from specengine.ops.tree import extract as extract_op
 from specengine.ops.worth import MEMORY, PLACES, Limits, SearchState, Source
 
+
+class Kernel(NamedTuple):
+    """A kernel of one block: its source below csrc/, its name, and the lanes of the block."""
+
+    source: str
+    name: str
+    lanes: int
+
+
+STEP = Kernel("best_first.cu", "step_kernel", 256)  # kCapacity of csrc/spec/device_best_first.hpp
+LEVEL, KEEP, EXTRACT, OUTCOME = (  # kRuleLanes of csrc/spec/device_worth.hpp
+    Kernel("worth.cu", name, 512)
+    for name in ("level_kernel", "keep_kernel", "extract_kernel", "outcome_kernel")
+)
+PLAIN_SHARED = 48 * 1024  # bytes of a block's memory that a launch has without asking
+ASKS_FOR_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PACKAGES = ("nvidia.cu13", "nvidia.cuda_nvrtc")  # that hold lib/libnvrtc.so, of CUDA 13 and of 12
+DRIVER = "libcuda.so.1"
+HEADERS = {  # in place of a standard library, which NVRTC has not
+    "cmath": "#define INFINITY __builtin_bit_cast(float, 0x7f800000)\n"
+    "#define NAN __builtin_bit_cast(float, 0x7fc00000)\n",
+    "cstdint": "using int32_t = int;\nusing int64_t = long long;\nusing uint8_t = unsigned char;\n"
+    "using uint16_t = unsigned short;\nusing uint32_t = unsigned;\nusing uint64_t = unsigned long long;\n",
+}
+
+_P, _L, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class BestFirstStep(ctypes.Structure):
+    """spec::Step of csrc/spec/device_best_first.hpp, member by member."""
+
+    _fields_ = (
+        ("queues", _P * 7),
+        ("budget", _L),
+        ("found", _P * 4),
+        ("most", _L),
+        ("frontier", _P * 3),  # nodes, depths, token ids
+        ("batch", _L),
+        ("max_depth", _L),
+        ("threshold", _D),
+        ("fill", ctypes.c_bool),
+        ("out", _P * 6),
+    )
+
+
+class LevelArgs(ctypes.Structure):
+    """spec::LevelArgs of csrc/spec/device_worth.hpp, member by member."""
+
+    _fields_ = (
+        ("tree", _P * 6),
+        ("words", _L),
+        ("capacity", _L),
+        ("counters", _P * 3),  # size, passes, overflow
+        ("frontier", _P * 2),
+        ("rows", _L),
+        ("children", _P * 2),  # stated, columns
+        ("places", _L),
+        ("ids_and_marks", _P * 2),
+        ("stride", _L),
+        ("counts", _P * 3),  # table, profile, group
+        ("notes", _P * 5),
+        ("seconds", _P * 2),  # drafting, of passes
+        ("prices", _P * 2),
+        ("nodes", _L),
+        ("width", _L),
+        ("widths", _P),
+        ("tried", _L),
+        ("least", _D),
+        ("most", _L),
+        ("rounds", _L),
+        ("max_passes", _L),
+        ("out", _P * 2),
+        ("begins", _L),
+    )
+
+
+class KeepArgs(ctypes.Structure):
+    """spec::KeepArgs of csrc/spec/device_worth.hpp, member by member."""
+
+    _fields_ = (
+        ("tree", _P * 2),
+        ("capacity", _L),
+        ("price", _P),
+        ("nodes", _L),
+        ("most", _L),
+        ("out", _P * 3),
+    )
+
+
+class ExtractArgs(ctypes.Structure):
+    """spec::ExtractArgs of csrc/spec/device_worth.hpp, member by member."""
+
+    _fields_ = (
+        ("tree", _P * 6),
+        ("words", _L),
+        ("nodes", _P * 2),  # and how many are live
+        ("rows", _L),
+        ("out", _P * 6),
+        ("words_out", _L),
+    )
+
+
+class OutcomeArgs(ctypes.Structure):
+    """spec::OutcomeArgs of csrc/spec/device_worth.hpp, member by member."""
+
+    _fields_ = (
+        ("tree", _P * 4),  # tokens, parents, edges, size
+        ("capacity", _L),
+        ("path", _P * 3),  # nodes, chosen, live
+        ("width", _L),
+        ("counts", _P * 6),
+        ("notes", _P * 4),  # without those that wait
+        ("throughput", _P * 5),  # verify, draft, their prices, recent
+        ("verified", _L),
+        ("drafted", _L),
+        ("cycle", _P * 3),  # drafting, overhead, verified
+        ("memory", _D),
+    )
+
+
+def find() -> Path | None:
+    """Return NVRTC's library, if this environment has one and the sources are installed."""
+    if sources() is None:
+        return None
+    folders = [Path(place) / "lib" for package in PACKAGES for place in _places(package)]
+    folders.append(Path(torch.__file__).parent / "lib")  # of wheels that bring their own
+    libraries = (file for folder in folders for file in sorted(folder.glob("libnvrtc*.so*")))
+    return next(
+        (file for file in libraries if "builtins" not in file.name and ".alt." not in file.name),
+        None,
+    )
+
+
+def sources() -> Path | None:
+    """Return the folder of csrc/ as it is installed, or of the repository."""
+    places = [
+        *(Path(place) for place in _places("specengine_csrc")),
+        Path(__file__).parents[2] / "csrc",
+    ]
+    return next((place for place in places if (place / STEP.source).exists()), None)
+
+
+def _places(package: str) -> Iterator[str]:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # not even the package around it
+        return
+    yield from (spec and spec.submodule_search_locations) or ()
+
+
+@cache
+def compile_source(source: str, target: str) -> bytes:
+    """Return the cubin for sm_80, sm_90 and so on; needs no device."""
+    path, folder = find(), sources()
+    if path is None or folder is None:
+        raise BackendError(f"NVRTC or csrc/{source} was not found")
+    for builtins in path.parent.glob(
+        "libnvrtc-builtins.so*"
+    ):  # which NVRTC asks for by name, wherever it lies itself
+        ctypes.CDLL(str(builtins))
+    nvrtc = ctypes.CDLL(str(path))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    count = len(HEADERS)
+    texts = (ctypes.c_char_p * count)(*(text.encode() for text in HEADERS.values()))
+    names = (ctypes.c_char_p * count)(*(name.encode() for name in HEADERS))
+    text = (folder / source).read_bytes()
+
+    def insist(code: int, what: str) -> None:
+        _insist(code, what, source)
+
+    insist(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, texts, names),
+        "create",
+    )
+    try:
+        options = [
+            f"--gpu-architecture={target}",
+            "--std=c++17",
+            "--fmad=false",
+            f"--include-path={folder}",
+        ]
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if code := nvrtc.nvrtcCompileProgram(program, len(options), arguments):
+            insist(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log")
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise BackendError(
+                f"NVRTC error {code} of {source} for {target}: {log.value.decode()[:2000]}"
+            )
+        insist(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "size")
+        cubin = ctypes.create_string_buffer(size.value)
+        insist(nvrtc.nvrtcGetCUBIN(program, cubin), "cubin")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return cubin.raw
+
+
+def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared: int = 0) -> None:
+    """Run a kernel. values: its arguments, structures and addresses; shared: bytes of memory that its block needs."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        function = _function(kernel, torch.cuda.current_device())
+        if shared > PLAIN_SHARED:
+            _insist(
+                _driver().cuFuncSetAttribute(function, ASKS_FOR_SHARED, shared),
+                "give memory to",
+                kernel.source,
+            )
+        start(kernel, function, values, stream, shared)
+
+
+def start(
+    kernel: Kernel, function: ctypes.c_void_p, values: tuple[Any, ...], stream: int, shared: int
+) -> None:
+    arguments = [
+        value if isinstance(value, ctypes.Structure) else ctypes.c_void_p(value) for value in values
+    ]
+    addresses = (ctypes.c_void_p * len(arguments))(
+        *(ctypes.addressof(value) for value in arguments)
+    )
+    _insist(
+        _driver().cuLaunchKernel(
+            function, 1, 1, 1, kernel.lanes, 1, 1, shared, ctypes.c_void_p(stream), addresses, None
+        ),
+        "run",
+        kernel.source,
+    )
+
+
+@cache
+def _function(kernel: Kernel, index: int) -> ctypes.c_void_p:
+    """Return the kernel in the context of the current device, which must be that one."""
+    function = ctypes.c_void_p()
+    status = _driver().cuModuleGetFunction(
+        ctypes.byref(function), _module(kernel.source, index), kernel.name.encode()
+    )
+    _insist(status, "find", kernel.source)
+    return function
+
+
+@cache
+def _module(source: str, index: int) -> ctypes.c_void_p:
+    major, minor = torch.cuda.get_device_capability(index)
+    module = ctypes.c_void_p()
+    loaded = _driver().cuModuleLoadData(
+        ctypes.byref(module), compile_source(source, f"sm_{major}{minor}")
+    )
+    _insist(loaded, "load", source)
+    return module
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL(DRIVER)
+
+
+def _insist(code: int, what: str, source: str) -> None:
+    if code:
+        raise BackendError(f"error {code} of the CUDA compiler or driver: {what} {source}")
+
+
 CAPACITY = 256  # largest budget of a best-first queue, as in csrc/spec/device_best_first.hpp
 MAX_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_worth.hpp
-_P = ctypes.c_void_p
 
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Return the ops that are here; raises ImportError where NVRTC or the sources are missing."""
-    if _nvrtc.find() is None:
+    if find() is None:
         raise ImportError("NVRTC, of torch's CUDA wheels, was not found")
     ops = (step_queues, extract, start_search, grow_likely, keep_likely, count_outcomes)
     return {run.__name__: run for run in ops}
@@ -68,7 +334,7 @@ def step_queues(
         for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)
     ]
     most = found.scores.shape[0]
-    step = _nvrtc.BestFirstStep(
+    step = BestFirstStep(
         (_P * 7)(*lists[0]),
         budget,
         (_P * 4)(*lists[1]),
@@ -77,8 +343,8 @@ def step_queues(
         *search,
         (_P * 6)(*out),
     )
-    _nvrtc.launch(
-        _nvrtc.STEP,
+    launch(
+        STEP,
         (step, found.live.data_ptr(), frontier.live.data_ptr(), passes.data_ptr()),
         device,
     )
@@ -101,7 +367,7 @@ def start_search(
         return by_meaning(worth.start_search, tree, size, state, rounds, free, asked)
     ids, pays = _nodes(args.width, size.device)
     args.begins, args.out = 1, (_P * 2)(ids.data_ptr(), pays.data_ptr())
-    _nvrtc.launch(_nvrtc.LEVEL, (args,), size.device, level_bytes(args))
+    launch(LEVEL, (args,), size.device, level_bytes(args))
     return pays
 
 
@@ -126,7 +392,7 @@ def grow_likely(
     args.frontier, args.children = _addresses(nodes, frontier.live), _addresses(stated, columns)
     args.ids_and_marks, args.out = _addresses(token_ids, marks), _addresses(*nodes_out)
     args.stride = 0 if marks is None else marks.stride(0)
-    _nvrtc.launch(_nvrtc.LEVEL, (args,), device, level_bytes(args))
+    launch(LEVEL, (args,), device, level_bytes(args))
     return nodes_out
 
 
@@ -136,13 +402,13 @@ def _level(
     state: SearchState,
     limits: Limits,
     entries: tuple[int, int] = (0, PLACES),
-) -> _nvrtc.LevelArgs | None:
+) -> LevelArgs | None:
     """Return what a level is given, without its frontier; None where the kernel does not take it."""
     counts, notes, throughput = state.counts, state.notes, state.throughput
     prices, books = throughput.prices, (throughput.drafting, throughput.draft)
     if not all(part.is_contiguous() for part in (*tree, *counts, *notes, *books, *prices)):
         return None
-    args = _nvrtc.LevelArgs(
+    args = LevelArgs(
         tree=_addresses(*tree),
         words=tree[5].shape[1],
         capacity=tree[0].shape[0],
@@ -162,7 +428,7 @@ def _level(
         rounds=limits.rounds,
         max_passes=limits.max_passes,
     )
-    return args if level_bytes(args) <= MAX_SHARED and args.tried < _nvrtc.LEVEL.lanes else None
+    return args if level_bytes(args) <= MAX_SHARED and args.tried < LEVEL.lanes else None
 
 
 def keep_likely(
@@ -179,7 +445,7 @@ def keep_likely(
     if shared > MAX_SHARED or not (paths.is_contiguous() and price.is_contiguous()):
         return by_meaning(worth.keep_likely, tree, size, state, free, asked, most)
     nodes_out = _nodes(most, size.device)
-    args = _nvrtc.KeepArgs(
+    args = KeepArgs(
         tree=_addresses(paths, size),
         capacity=capacity,
         price=price.data_ptr(),
@@ -187,7 +453,7 @@ def keep_likely(
         most=most,
         out=_addresses(*nodes_out, throughput.verified),
     )
-    _nvrtc.launch(_nvrtc.KEEP, (args,), size.device, shared)
+    launch(KEEP, (args,), size.device, shared)
     return nodes_out
 
 
@@ -199,7 +465,7 @@ def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
     tokens, parents, depths = torch.empty(3, rows, dtype=torch.int64, device=device).unbind()
     edges, paths = torch.empty(2, rows, dtype=torch.float32, device=device).unbind()
     words = torch.empty(rows, -(-rows // WORD_BITS), dtype=torch.int64, device=device)
-    args = _nvrtc.ExtractArgs(
+    args = ExtractArgs(
         tree=_addresses(*arrays),
         words=arrays[5].shape[1],
         nodes=_addresses(nodes, live),
@@ -207,7 +473,7 @@ def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
         out=_addresses(tokens, parents, depths, edges, paths, words),
         words_out=words.shape[1],
     )
-    _nvrtc.launch(_nvrtc.EXTRACT, (args,), device, _whole(4 * rows))
+    launch(EXTRACT, (args,), device, _whole(4 * rows))
     return tokens, parents, depths, edges, paths, words
 
 
@@ -225,7 +491,7 @@ def count_outcomes(
     if shared > MAX_SHARED or not all(part.is_contiguous() for part in changed):
         return by_meaning(worth.count_outcomes, tree, size, path, chosen, state)
     nodes, chosen = path.ids.contiguous(), chosen.contiguous()
-    args = _nvrtc.OutcomeArgs(
+    args = OutcomeArgs(
         tree=_addresses(tree[0], tree[1], tree[3], size),
         capacity=capacity,
         path=_addresses(nodes, chosen, path.live),
@@ -238,7 +504,7 @@ def count_outcomes(
         cycle=_addresses(drafting, overhead, verified),
         memory=MEMORY,
     )
-    _nvrtc.launch(_nvrtc.OUTCOME, (args,), size.device, shared)
+    launch(OUTCOME, (args,), size.device, shared)
     return None
 
 
@@ -254,7 +520,7 @@ def _addresses(*tensors: Tensor | None) -> Any:
 # What the blocks need, in bytes: `lay_out` of csrc/spec/device_worth.hpp.
 
 
-def level_bytes(args: _nvrtc.LevelArgs) -> int:
+def level_bytes(args: LevelArgs) -> int:
     entries, tried, nodes, room = (
         args.rows * args.places,
         args.tried,

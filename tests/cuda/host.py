@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specengine.ops import _nvrtc
+from specengine.ops import cuda
 from tests.csrc.test_spec import COMPILER, CSRC
 
 
@@ -37,11 +37,11 @@ def built(folder: Path) -> Path:
 def take(library: Path, patch: pytest.MonkeyPatch) -> None:
     """Let the ops launch their kernels as those that NVRTC compiles, which this library stands in for."""
     driver = ctypes.CDLL(str(library))
-    kernels = _nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.OUTCOME, _nvrtc.EXTRACT
-    patch.setattr(_nvrtc, "_driver", lambda: driver)
-    patch.setattr(_nvrtc, "find", lambda: library)
+    kernels = cuda.STEP, cuda.LEVEL, cuda.KEEP, cuda.OUTCOME, cuda.EXTRACT
+    patch.setattr(cuda, "_driver", lambda: driver)
+    patch.setattr(cuda, "find", lambda: library)
 
-    def launch(kernel: _nvrtc.Kernel, values: tuple, _: object, shared: int = 0) -> None:
-        _nvrtc.start(kernel, ctypes.c_void_p(kernels.index(kernel)), values, 0, shared)
+    def launch(kernel: cuda.Kernel, values: tuple, _: object, shared: int = 0) -> None:
+        cuda.start(kernel, ctypes.c_void_p(kernels.index(kernel)), values, 0, shared)
 
-    patch.setattr(_nvrtc, "launch", launch)
+    patch.setattr(cuda, "launch", launch)

@@ -9,20 +9,20 @@ import pytest
 
 from specengine import ops
 from specengine.errors import BackendError
-from specengine.ops import _nvrtc, cuda
+from specengine.ops import cuda
 
 OPS = {"step_queues", "extract", "start_search", "grow_likely", "keep_likely", "count_outcomes"}
-needs_nvrtc = pytest.mark.skipif(_nvrtc.find() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
+needs_nvrtc = pytest.mark.skipif(cuda.find() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
 
-KERNELS = (_nvrtc.STEP, _nvrtc.LEVEL, _nvrtc.KEEP, _nvrtc.EXTRACT, _nvrtc.OUTCOME)
+KERNELS = (cuda.STEP, cuda.LEVEL, cuda.KEEP, cuda.EXTRACT, cuda.OUTCOME)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_compiles_for_devices(target: str) -> None:
     for kernel in KERNELS:
-        cubin = _nvrtc.compile_source(kernel.source, target)
+        cubin = cuda.compile_source(kernel.source, target)
         assert cubin[:4] == b"\x7fELF"
         assert f".text.{kernel.name}".encode() in cubin
 
@@ -31,33 +31,33 @@ def test_compiles_for_devices(target: str) -> None:
 def test_what_the_compiler_says_comes_with_the_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / _nvrtc.STEP.source).write_text("wrong source;")
-    monkeypatch.setattr(_nvrtc, "sources", lambda: tmp_path)
+    (tmp_path / cuda.STEP.source).write_text("wrong source;")
+    monkeypatch.setattr(cuda, "sources", lambda: tmp_path)
     with pytest.raises(BackendError, match=r"of best_first.cu for sm_75: .*error"):
-        _nvrtc.compile_source(_nvrtc.STEP.source, "sm_75")
+        cuda.compile_source(cuda.STEP.source, "sm_75")
 
 
 def test_the_ops_are_there_where_nvrtc_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_nvrtc, "find", lambda: tmp_path)
+    monkeypatch.setattr(cuda, "find", lambda: tmp_path)
     assert set(cuda.implementations()) == OPS
-    monkeypatch.setattr(_nvrtc, "find", lambda: None)
+    monkeypatch.setattr(cuda, "find", lambda: None)
     with pytest.raises(ImportError, match="NVRTC, of torch's CUDA wheels, was not found"):
         cuda.implementations()
 
 
 def test_structures_have_the_size_of_the_headers() -> None:
-    text = "".join(file.read_text() for file in (_nvrtc.sources() / "spec").glob("device_*.hpp"))
+    text = "".join(file.read_text() for file in (cuda.sources() / "spec").glob("device_*.hpp"))
     for structure in (
-        _nvrtc.BestFirstStep,
-        _nvrtc.LevelArgs,
-        _nvrtc.KeepArgs,
-        _nvrtc.ExtractArgs,
-        _nvrtc.OutcomeArgs,
+        cuda.BestFirstStep,
+        cuda.LevelArgs,
+        cuda.KeepArgs,
+        cuda.ExtractArgs,
+        cuda.OutcomeArgs,
     ):
         name = str(structure.__doc__).removeprefix("spec::").split()[0]
         assert f"sizeof({name}) == {ctypes.sizeof(structure) // 8} * 8" in text
-    assert _nvrtc.STEP.lanes == cuda.CAPACITY
+    assert cuda.STEP.lanes == cuda.CAPACITY
     assert f"kCapacity = {cuda.CAPACITY};" in text
-    assert f"kRuleLanes = {_nvrtc.LEVEL.lanes};" in text
+    assert f"kRuleLanes = {cuda.LEVEL.lanes};" in text
     assert f"kMostShared = {cuda.MAX_SHARED // 1024} * 1024;" in text
     assert set(ops.OPS) >= OPS

@@ -15,17 +15,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.ops import (
-    Drafted,
-    Limits,
-    Nodes,
-    Notes,
-    Prices,
-    SearchState,
-    Throughput,
-    _nvrtc,
-    cuda,
-)
+from specengine.ops import Drafted, Limits, Nodes, Notes, Prices, SearchState, Throughput, cuda
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import auto, search
 from tests.csrc.test_spec import COMPILER, CSRC, build_and_run
@@ -245,19 +235,19 @@ def test_there_is_no_further_pass_behind_the_last(device: str) -> None:
 def test_larger_searches_run_by_their_meaning(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block has not the memory."""
     monkeypatch.setattr(cuda, "MAX_SHARED", 100)
-    launch = _nvrtc.launch
+    launch = cuda.launch
 
-    def extract_alone(kernel: _nvrtc.Kernel, *given: Any) -> None:
-        assert kernel is _nvrtc.EXTRACT
+    def extract_alone(kernel: cuda.Kernel, *given: Any) -> None:
+        assert kernel is cuda.EXTRACT
         launch(kernel, *given)
 
-    monkeypatch.setattr(_nvrtc, "launch", extract_alone)
+    monkeypatch.setattr(cuda, "launch", extract_alone)
     test_cycles_are_what_they_mean(device, SHAPES[1], 0, False)
 
 
 def test_blocks_of_the_default_ask_for_no_more_memory_than_a_launch_has() -> None:
     policy = auto.Auto()
-    args = _nvrtc.LevelArgs(
+    args = cuda.LevelArgs(
         rows=policy.width,
         places=10,
         capacity=policy.capacity,
@@ -271,7 +261,7 @@ def test_blocks_of_the_default_ask_for_no_more_memory_than_a_launch_has() -> Non
         cuda.keep_bytes(policy.capacity, policy.budget),
         cuda.outcome_bytes(policy.capacity),
     )
-    assert max(shared) <= _nvrtc.PLAIN_SHARED
+    assert max(shared) <= cuda.PLAIN_SHARED
 
 
 @pytest.mark.gpu

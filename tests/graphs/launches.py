@@ -28,7 +28,7 @@ from specengine import Engine, ops, policies
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.ops import _nvrtc, _registry, cuda
+from specengine.ops import _registry, cuda
 from tests import toy
 from tests.graphs import pretended
 from tests.ops.backends import choose
@@ -136,7 +136,7 @@ def launchers() -> Iterator[Callable[[str, tuple[Any, ...]], int]]:
             if module.__name__.startswith("specengine_kernels."):
                 for name in [name for name, part in vars(module).items() if hasattr(part, "fn")]:
                     patch.setattr(module, name, Kernel(launch))
-        patch.setattr(_nvrtc, "launch", launch)
+        patch.setattr(cuda, "launch", launch)
         patch.setattr(cuda, "top_children", triton.top_children)
         yield count
 
