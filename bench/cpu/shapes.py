@@ -34,7 +34,7 @@ from bench.random_gguf import OF_EMBEDDINGS, SMALL, blocks
 from specengine.models.configs import family_of, layer_template
 from specengine.models.extension import thread_count
 from specengine.models.native import NativeLM, NativeTarget
-from specengine.models.weights import Source, Weight
+from specengine.models.native.weights import Source, Weight
 
 ROWS = (1, 2, 4, 8, 16)
 KINDS = ("int8", "q4_0", "q8_0")

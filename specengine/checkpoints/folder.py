@@ -23,7 +23,7 @@ from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.files import read_text
 from specengine.models.configs import auto_class, family_of
 from specengine.models.mtp import parts_in
-from specengine.models.weights import KIND_OF, Source, Weight, bar_options, upright
+from specengine.models.native.weights import KIND_OF, Source, Weight, bar_options, upright
 
 T = TypeVar("T")
 Stored = StoredTensor | Stack

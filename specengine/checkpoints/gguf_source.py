@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints import gguf
 from specengine.models.configs import empty_model, family_of, layer_template, with_buffers
-from specengine.models.weights import Source, Weight, upright
+from specengine.models.native.weights import Source, Weight, upright
 
 _FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
 

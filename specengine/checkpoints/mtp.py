@@ -18,19 +18,21 @@ from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, stacked, tensors_of
 from specengine.errors import CheckpointError, SpecEngineError, UnsupportedModelError, require
 from specengine.files import INDEX, read_text, safetensors_files
-from specengine.models.assistant import TYPES, Assistant, AssistantHead
 from specengine.models.configs import family_of, layer_template, with_buffers
 from specengine.models.kv_cache import CachedTarget, LanguageModel
 from specengine.models.mtp import (
+    ASSISTANT_TYPES,
+    Assistant,
+    AssistantHead,
     MtpHead,
     MtpLayer,
-    NativeMtpHead,
     blocks_of,
     names_in_head,
     of_head,
     parts_in,
 )
 from specengine.models.native import NativeLM
+from specengine.models.native.mtp import NativeMtpHead
 
 _OUTSIDE = {  # of a head's block, by their names in GGUF files
     "fc.weight": "nextn.eh_proj.weight",
@@ -105,7 +107,7 @@ def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fa
 def is_assistant(draft: Any, *, offline: bool = False) -> bool:
     """Return whether a draft is Gemma 4's assistant: its folder, its Hub id, or the loaded model."""
     if isinstance(draft, PreTrainedModel):
-        return draft.config.model_type in TYPES
+        return draft.config.model_type in ASSISTANT_TYPES
     if (
         not isinstance(draft, str)
         or Path(draft).is_file()
@@ -116,7 +118,7 @@ def is_assistant(draft: Any, *, offline: bool = False) -> bool:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
     except (OSError, ValueError):
         return False  # loading it as a model says why it cannot be had
-    return config.get("model_type") in TYPES
+    return config.get("model_type") in ASSISTANT_TYPES
 
 
 def load_assistant(

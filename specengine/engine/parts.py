@@ -32,9 +32,9 @@ from specengine.errors import (
     shown,
 )
 from specengine.models import Target, common_prefix
-from specengine.models.assistant import AssistantHead
+from specengine.models.mtp import AssistantHead
 from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
-from specengine.models.weights import progress_bar
+from specengine.models.native.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
 from specengine.request.grammars import Constraint, Vocabularies, compiled

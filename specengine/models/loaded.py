@@ -1,19 +1,16 @@
 """Notice changes of a loaded model since an engine took it: of its modules, settings and numbers."""
 
-import copy
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from specengine.models.configs import stored_tensors
 from specengine.models.extension import extension, is_built, is_plain, thread_count
-from specengine.models.twins import RECORDING, evaluating
-from specengine.models.weights import Source, states_of
+from specengine.models.twins import RECORDING
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes that change no answer of a twin, which is in evaluation mode and has an attention of its own.
@@ -324,59 +321,3 @@ def _steady_buffers(model: nn.Module) -> Iterator[Tensor]:
         for name, buffer in module._buffers.items():
             if buffer is not None and not _changes_itself(module, name):
                 yield buffer
-
-
-class ModelSource(Source):
-    """A loaded model, whose own weights stay with it."""
-
-    own_modules = True
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.config, self.dtype = model, copy.deepcopy(model.config), model.dtype
-        self.name = model.config._name_or_path or type(model).__name__
-        self._watch = Watch(model)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(weight.shape) for name, weight in stored_tensors(self._model)}
-
-    def tensor(self, name: str) -> Tensor:
-        module, _, attribute = name.rpartition(".")
-        return cast(Tensor, getattr(self._model.get_submodule(module), attribute)).detach()
-
-    def model(self) -> PreTrainedModel:
-        return self._model
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        return self._model.generation_config
-
-    @property
-    def state(self) -> Any:
-        return self._watch.contents()
-
-    def changed(self) -> str:
-        return self._watch.changed()
-
-    def rope(self, key: str = "") -> tuple[Tensor, float]:
-        decoder: Any = self._model.get_decoder()
-        # whose buffer a cast of the model rounds
-        rotary = decoder.rotary_emb if hasattr(decoder, "rotary_emb") else decoder.pos_emb
-        prefix = f"{key}_" if key else ""
-        kind = rotary.rope_type[key] if key else rotary.rope_type
-        # the others of longrope are those of the last length
-        begin = "original_" if kind == "longrope" else ""
-        frequencies = getattr(rotary, f"{prefix}{begin}inv_freq")
-        return frequencies.detach().to(torch.float32), float(
-            getattr(rotary, f"{prefix}attention_scaling")
-        )
-
-    def states(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        ids: tuple[int, ...],
-        embeddings: Tensor,
-        layer_inputs: Tensor | None,
-    ) -> list[Tensor]:
-        del embeddings, layer_inputs
-        return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])

@@ -1,8 +1,6 @@
 """Loaded models that are refused, with the reason: by class and config, by their modules, and by what a try shows."""
 
-import copy
 import inspect
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,10 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specengine.errors import SpecEngineError, UnsupportedModelError
-from specengine.models import families
 from specengine.models.attention import NeedsDenseMask
-from specengine.models.configs import NO_MEMORY, empty_model, family_of
-from specengine.models.extension import is_plain
+from specengine.models.configs import NO_MEMORY
 from specengine.models.twins import is_changed
 
 
@@ -197,69 +193,3 @@ def mixing(model: nn.Module) -> str:
 
 def model_name(model: PreTrainedModel) -> str:
     return model.config._name_or_path or type(model).__name__
-
-
-# ---- of the native forward
-
-# Settings of modules that change no answer; sizes are those of the tensors, whatever a resized model still says.
-_WITHOUT_EFFECT = {
-    "training",
-    "gradient_checkpointing",
-    "attention_dropout",
-    "p",  # of a dropout
-    "padding_idx",
-    "vocab_size",
-    "num_embeddings",
-    "in_features",
-    "out_features",
-}
-
-
-def refuse_loaded(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if a loaded model computes more than its weights and config say."""
-    family = families.known().get(model.config.model_type)
-    # its states take trees here
-    (refuse_others if family is not None and family.kinds else refuse_unsupported)(model)
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if not is_plain(tensor):
-            kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
-            raise UnsupportedModelError(
-                f"native: {name} is a {kind}, known are dense tensors of the CPU"
-            )
-    exact = family_of(model.config).exact
-    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {
-        model.dtype
-    }:
-        raise UnsupportedModelError("native: the weights have more than one dtype")
-    refuse_hooks(model)
-    plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
-    for name, module in model.named_modules():
-        _refuse_other_module(name, module, plain.get(name))
-
-
-def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
-    """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
-    if type(module) is not type(plain):
-        raise UnsupportedModelError(
-            f"native: module {name or 'model'} is a {type(module).__name__}"
-        )
-    for setting, value in vars(plain).items():
-        current = vars(module).get(setting)
-        if (
-            isinstance(value, int | float | str)
-            and setting not in _WITHOUT_EFFECT
-            and current != value
-        ):
-            raise UnsupportedModelError(
-                f"native: {name}.{setting} is {current!r}, the config makes it {value!r}"
-            )
-
-
-def refuse_hooks(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if hooks, parametrizations or replaced forwards may change a module's results."""
-    for name, module in model.named_modules():
-        if is_changed(module):
-            raise UnsupportedModelError(
-                f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
-                "backend='huggingface'"
-            )

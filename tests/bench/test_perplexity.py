@@ -19,9 +19,10 @@ from bench.cpu.ways import Given
 from bench.perplexity import REFERENCE, WAYS, main
 from specengine import Engine
 from specengine.errors import NumericalError
-from specengine.models import native, weights
+from specengine.models import native
 from specengine.models.huggingface import CausalLM
-from specengine.models.weights import Weight
+from specengine.models.native import weights
+from specengine.models.native.weights import Weight
 from tests.models.native_engines import needs_extension
 from tests.models.native_variants import write_gguf
 from tests.toy import byte_tokenizer, tiny

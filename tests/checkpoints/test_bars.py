@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from specengine.checkpoints.folder import quiet_loading_bars
 from specengine.engine import Engine
-from specengine.models.weights import progress_bar
+from specengine.models.native.weights import progress_bar
 from tests.toy import byte_tokenizer, tiny
 
 

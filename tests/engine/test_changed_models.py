@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import EngineBusyError, InputError, UnsupportedModelError
-from specengine.models import loaded, weights
+from specengine.models import loaded
 from specengine.models.eagle import head_from
 from specengine.models.huggingface import CausalLM
-from specengine.models.native import NativeLM
+from specengine.models.native import NativeLM, weights
+from specengine.models.native.weights import Weight
 from specengine.models.twins import Packed
-from specengine.models.weights import Weight
 from tests.toy import byte_tokenizer, hooked, near_copy, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -499,7 +499,7 @@ def test_a_late_position_is_looked_at(backend: str, monkeypatch: pytest.MonkeyPa
     """Frequencies that differ by a thousandth differ at late positions alone."""
     model = tiny(max_position_embeddings=4096)
     inv_freq = model.model.rotary_emb.inv_freq
-    from specengine.models.loaded import ModelSource
+    from specengine.models.native.loaded import ModelSource
 
     own = ModelSource.rope
     monkeypatch.setattr(ModelSource, "rope", lambda self, key: (own(self, key)[0] * 1.003, 1.0))

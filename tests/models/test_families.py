@@ -16,7 +16,7 @@ from specengine.models import families
 from specengine.models.configs import family_of, layer_template, rope_of
 from specengine.models.families import Family, GatedMLP, Layer, Name
 from specengine.models.native import from_model
-from specengine.models.weights import VECTORS, Weight
+from specengine.models.native.weights import VECTORS, Weight
 from tests.models.native_engines import FAMILIES, OTHERS, needs_extension
 from tests.toy import tiny
 

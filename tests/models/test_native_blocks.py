@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.drafters.ngram import NGram
 from specengine.errors import UnsupportedModelError
-from specengine.models import weights
 from specengine.models.extension import WITH_PAIRS, instruction_sets
-from specengine.models.native import NativeLM, NativeTarget, from_model
+from specengine.models.native import NativeLM, NativeTarget, from_model, weights
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
 from tests.models.native_engines import native_lm as lm_on
@@ -195,7 +194,7 @@ def test_prompts_in_pieces_past_the_window_have_the_bits_of_whole_ones(
 ) -> None:
     lm = lm_of("gemma3_text")
     whole = lm.extend(lm.new_cache(len(PROMPT)), PROMPT, logits="all")[0]
-    monkeypatch.setattr("specengine.models.native.PREFILL_ROWS", rows)
+    monkeypatch.setattr("specengine.models.native.lm.PREFILL_ROWS", rows)
     assert torch.equal(lm.extend(lm.new_cache(len(PROMPT)), PROMPT, logits="all")[0], whole)
 
 

@@ -18,7 +18,6 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models import weights
 from specengine.models.extension import WITH_PAIRS, instruction_sets
 from specengine.models.native import (
     LONG_PROMPT,
@@ -27,8 +26,9 @@ from specengine.models.native import (
     NativeTarget,
     RowBatch,
     from_model,
+    weights,
 )
-from specengine.models.weights import Weight
+from specengine.models.native.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly
 from tests.models.native_variants import native_logits
@@ -164,7 +164,7 @@ def test_prompts_in_pieces_have_the_bits_of_whole_ones(
 ) -> None:
     lm = lm_of(name)
     whole = lm.extend(lm.new_cache(len(PROMPT)), PROMPT, logits="all")[0]
-    monkeypatch.setattr("specengine.models.native.PREFILL_ROWS", rows)
+    monkeypatch.setattr("specengine.models.native.lm.PREFILL_ROWS", rows)
     assert torch.equal(lm.extend(lm.new_cache(len(PROMPT)), PROMPT, logits="all")[0], whole)
 
 

@@ -15,8 +15,7 @@ import torch
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.pretrained import open_native
 from specengine.errors import CheckpointError
-from specengine.models import weights
-from specengine.models.native import NativeLM
+from specengine.models.native import NativeLM, weights
 from tests.checkpoints.gguf_files import write_model
 from tests.models.native_engines import needs_extension
 from tests.models.native_variants import PROMPT, native_logits, tree_of

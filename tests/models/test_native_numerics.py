@@ -17,11 +17,11 @@ from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import extension, native, weights
+from specengine.models import extension, native
 from specengine.models.extension import VARIABLE, instruction_set, kinds_of
 from specengine.models.families import Shape
-from specengine.models.native import NativeHead, NativeLM, NativeTarget
-from specengine.models.weights import Weight
+from specengine.models.native import NativeHead, NativeLM, NativeTarget, weights
+from specengine.models.native.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import forced, native_lm, needs_extension
 from tests.models.native_variants import (

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -48,9 +47,7 @@ from specengine.models.kv_cache import (
     Rows,
     in_own_dtype,
 )
-from specengine.models.loaded import ModelSource
-from specengine.models.refusals import refuse_loaded
-from specengine.models.weights import (
+from specengine.models.native.weights import (
     KIND_OF,
     TINY_VOCABULARY,
     FirstLayer,
@@ -494,28 +491,6 @@ class NativeLM:
             if self.quantize is not None
             else (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.numerics]
         )
-
-
-def from_model(
-    model: PreTrainedModel, *, quantize: str | None = None, numerics: str = "auto"
-) -> NativeLM:
-    """Wrap a loaded model. Raises UnsupportedModelError if csrc/cpu cannot run it.
-
-    Engines that share a loaded model share its packed weights as well, for as long as one of them lives.
-    """
-    refuse_loaded(model)
-    packed = _from_models.setdefault(model, WeakValueDictionary())
-    numerics = numerics_of(numerics, model.dtype, whole=quantize is not None)
-    lm = packed.get((quantize, numerics, instruction_set(numerics)))
-    if lm is None or lm.source.changed():
-        lm = NativeLM(ModelSource(model), quantize=quantize, numerics=numerics)
-        packed[quantize, numerics, lm.instruction_set] = lm
-    return lm
-
-
-_from_models: WeakKeyDictionary[PreTrainedModel, WeakValueDictionary[Any, NativeLM]] = (
-    WeakKeyDictionary()
-)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,25 @@
+"""The forward of csrc/cpu: causal language models of known families, and draft heads, in C++ on a CPU."""
+
+from specengine.models.native.lm import (
+    PREFILL_ROWS,
+    HeadRows,
+    LaneTarget,
+    NativeHead,
+    NativeLM,
+    NativeTarget,
+    RowBatch,
+    one_torch_thread,
+)
+from specengine.models.native.loaded import from_model
+
+__all__ = [
+    "PREFILL_ROWS",
+    "HeadRows",
+    "LaneTarget",
+    "NativeHead",
+    "NativeLM",
+    "NativeTarget",
+    "RowBatch",
+    "from_model",
+    "one_torch_thread",
+]
