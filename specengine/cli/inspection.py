@@ -15,8 +15,7 @@ import torch
 import specengine
 from specengine import checkpoints as models
 from specengine import drafters, ops, policies, registry
-from specengine.checkpoints.agreement import Convention, one_step_agreement
-from specengine.checkpoints.eagle import head_folder, listed
+from specengine.checkpoints.eagle import Convention, head_folder, listed, one_step_agreement
 from specengine.cli import given
 from specengine.cli.terminal import as_json, say
 from specengine.cli.train_arguments import as_typed

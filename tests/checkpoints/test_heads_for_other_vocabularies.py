@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specengine import Engine
-from specengine.checkpoints.agreement import one_step_agreement
-from specengine.checkpoints.eagle import load_head, save_head
+from specengine.checkpoints.eagle import load_head, one_step_agreement, save_head
 from specengine.errors import CheckpointError, InputError
 from specengine.models.eagle import MAX_APPENDED, head_from, with_appended_tokens
 from specengine.models.huggingface import CausalLM

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import specengine
-from specengine.checkpoints.agreement import Convention
+from specengine.checkpoints.eagle import Convention
 from specengine.cli import inspection, main
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specengine import policies
-from specengine.checkpoints.agreement import Convention, conventions, one_step_agreement
+from specengine.checkpoints.eagle import Convention, conventions, one_step_agreement
 from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError

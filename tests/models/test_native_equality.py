@@ -14,10 +14,11 @@ import torch
 
 from specengine import Engine, policies
 from specengine.drafters.eagle import EagleDraft
-from specengine.models import Successors, eagle, native
+from specengine.models import Successors, eagle
 from specengine.models.eagle import EagleConfig, head_from
 from specengine.models.extension import WITH_PAIRS
 from specengine.models.native import NativeHead, NativeTarget
+from specengine.models.native import lm as native_lm_module
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.models.native_engines import (
     DRAFTS,
@@ -176,7 +177,7 @@ def test_prompts_run_in_pieces_have_the_bits_of_prompts_run_whole(
         for draft in ("none", "eagle-3")
     }
     whole = run()
-    monkeypatch.setattr(native, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(native_lm_module, "PREFILL_ROWS", rows)
     monkeypatch.setattr(eagle, "PREFILL_ROWS", rows)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(), whole, strict=True))
     assert whole[1].shape == (len(prompt), 3 * 32)

@@ -20,14 +20,13 @@ from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.extension import WITH_PAIRS, instruction_sets
 from specengine.models.native import (
-    LONG_PROMPT,
-    MARKED_BEFORE,
     NativeLM,
     NativeTarget,
     RowBatch,
     from_model,
     weights,
 )
+from specengine.models.native.lm import LONG_PROMPT, MARKED_BEFORE
 from specengine.models.native.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly

@@ -14,10 +14,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specengine import Engine
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import extension, native
+from specengine.models import extension
 from specengine.models.extension import NOT_BUILT, VARIABLE
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, from_model
+from specengine.models.native import lm as native_lm_module
 from tests.heads import deep
 from tests.models.native_engines import FAMILIES, INSTRUCTION_SETS, needs_extension, plainly
 from tests.models.native_variants import PROMPT, write_gguf
@@ -275,13 +276,13 @@ def test_own_code_falls_back_to_transformers(tmp_path: Path) -> None:
 
 def test_a_model_whose_results_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no rule foresaw: the first layers are compared with the model's own at load."""
-    real = native.shape_of
+    real = native_lm_module.shape_of
 
     def wrong(config: Any) -> Any:
         shape = real(config)
         return type(shape)(**(vars(shape) | {"eps": 0.5}))
 
-    monkeypatch.setattr(native, "shape_of", wrong)
+    monkeypatch.setattr(native_lm_module, "shape_of", wrong)
     with pytest.raises(
         UnsupportedModelError, match=r"gives other hidden states than its own modules .distance"
     ):

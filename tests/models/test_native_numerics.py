@@ -17,10 +17,11 @@ from specengine.checkpoints.pretrained import open_native
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import BackendError, InputError, UnsupportedModelError
-from specengine.models import extension, native
+from specengine.models import extension
 from specengine.models.extension import VARIABLE, instruction_set, kinds_of
 from specengine.models.families import Shape
 from specengine.models.native import NativeHead, NativeLM, NativeTarget, weights
+from specengine.models.native import lm as native_lm_module
 from specengine.models.native.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import forced, native_lm, needs_extension
@@ -324,8 +325,10 @@ def _other_rope(patch: pytest.MonkeyPatch, factor: float) -> None:
 
 
 def _other_shape(patch: pytest.MonkeyPatch, **changes: Any) -> None:
-    real = native.shape_of
-    patch.setattr(native, "shape_of", lambda config: Shape(**(vars(real(config)) | changes)))
+    real = native_lm_module.shape_of
+    patch.setattr(
+        native_lm_module, "shape_of", lambda config: Shape(**(vars(real(config)) | changes))
+    )
 
 
 def _swapped(patch: pytest.MonkeyPatch, name: str, size: int, kind: str = "") -> None:
