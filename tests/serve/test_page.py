@@ -18,9 +18,10 @@ from specengine import Engine
 from specengine.protocol import preparing
 from specengine.serve import app as served_app
 from specengine.serve.app import FILES
+from specengine.serve.models import ServedModel
 from specengine.trace.records import TracedCycle
 from tests.engine.engines import forced
-from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
+from tests.serve.served import CHAT, NAME, Gate, Served, served, tiny_engine, until
 
 PATHS = sorted(FILES)
 CHROMIUM = Path("/usr/bin/chromium")
@@ -137,7 +138,7 @@ class Browsed:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self._asked(request, server.address))
         page.goto(server.address)
-        page.wait_for_selector("#model:not(:empty), #settings[open]")
+        page.wait_for_selector("#model:not(:empty), #models:not([hidden]), #settings[open]")
 
     def ask(self, text: str, *, wait: bool = True) -> None:
         self.page.fill("#message", text)
@@ -635,6 +636,35 @@ def test_a_chat_deleted_in_one_tab_is_gone_in_all(chromium: Any, answering: bool
             assert seen.page.evaluate(LAST_ANSWER) is None
             assert seen.page.locator("#list li").count() == 0
         assert not seen.complaints
+
+
+@in_a_browser
+def test_each_chat_keeps_the_model_that_was_chosen_for_it(chromium: Any, server: Served) -> None:
+    with browsed(chromium, server) as seen:
+        assert seen.page.locator("#models").is_hidden()
+        assert seen.page.text_content("#model") == NAME
+    two = served(tiny_engine, ServedModel("other", tiny_engine))
+    with two as server, browsed(chromium, server) as seen:
+        page, choice = seen.page, seen.page.locator("#models")
+        seen.limit(8)
+        assert choice.locator("option").all_text_contents() == [NAME, "other"]
+        assert choice.input_value() == NAME
+        seen.ask("To the first")
+        page.click("#new")
+        choice.select_option("other")
+        seen.ask("To the other")
+        page.reload()
+        page.wait_for_selector(".turn")
+        page.wait_for_function("document.getElementById('models').value === 'other'")
+        seen.ask("Once more")
+        page.click("#new")
+        assert choice.input_value() == "other"
+        page.click("#open-chats")
+        page.click("#list .title:has-text('To the first')")
+        assert choice.input_value() == NAME
+        seen.ask("Again")
+        assert [body["model"] for body in seen.bodies] == [NAME, "other", "other", NAME]
+        assert seen.complaints == []
 
 
 @in_a_browser

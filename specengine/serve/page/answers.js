@@ -60,7 +60,8 @@ function options() {
 }
 
 const requestOf = (conversation, turn, more = {}) => ({
-  model: page.model, messages: talk.messages(conversation, turn.parent, turn.system), ...turn.asked, ...more,
+  model: page.models.includes(turn.model) ? turn.model : page.model,
+  messages: talk.messages(conversation, turn.parent, turn.system), ...turn.asked, ...more,
   stream: true, stream_options: { include_usage: true }, return_cycles: true,
 });
 

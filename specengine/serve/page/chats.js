@@ -4,7 +4,7 @@ import { at, button, download, element } from "./dom.js";
 import { drawFoot, drawLog } from "./log.js";
 import * as panel from "./panel.js";
 import { narrow, toggle } from "./sides.js";
-import { cycles, job, markInterrupted, page, running, say } from "./state.js";
+import { cycles, job, markInterrupted, page, running, say, showModel } from "./state.js";
 import * as store from "./store.js";
 
 export function keep(conversation) {
@@ -108,6 +108,7 @@ function drop(conversation) {
 
 export async function openChat(conversation) {
   page.open = conversation;
+  showModel();
   panel.stopReplay();
   if (narrow.matches) toggle("chats", false);
   drawLog();
@@ -120,7 +121,7 @@ export async function openChat(conversation) {
 }
 
 export function begin() {
-  openChat(talk.begun());
+  openChat({ ...talk.begun(), model: page.model });
   say("");
   at("message").focus();
 }
@@ -176,6 +177,10 @@ export function choose(turn) {
 
 export function listen() {
   at("new").addEventListener("click", begin);
+  at("models").addEventListener("change", () => {
+    page.model = page.open.model = at("models").value;
+    if (page.chats.includes(page.open)) keep(page.open);
+  });
   at("export-all").addEventListener("click", () => download("chats.json", "application/json", talk.toJson(page.chats)));
   at("import").addEventListener("click", () => at("import-file").click());
   at("import-file").addEventListener("change", async () => {

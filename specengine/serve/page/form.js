@@ -2,7 +2,7 @@
 import { at } from "./dom.js";
 import * as server from "./server.js";
 import * as settings from "./settings.js";
-import { page, say } from "./state.js";
+import { page, say, showModel } from "./state.js";
 
 const field = (name) => at(name === "stop" ? "stop-at" : name);
 export const values = () => Object.fromEntries(settings.FIELDS.map((name) => [name, name === "markdown" ? String(field(name).checked) : field(name).value]));
@@ -37,8 +37,8 @@ export function askForKey() {
 export async function meet() {
   for (;;) {
     try {
-      page.model = (await server.models(at("key").value))[0].id;
-      at("model").textContent = page.model;
+      page.models = (await server.models(at("key").value)).map((one) => one.id);
+      showModel();
       at("asks-for-key").hidden = true;
       return say("");
     } catch (error) {
@@ -62,6 +62,7 @@ export function listen() {
   });
   at("key").value = sessionStorage.getItem("specengine.key") ?? "";
   at("key").addEventListener("input", () => {
+    page.models = [];
     page.model = null;
     sessionStorage.setItem("specengine.key", at("key").value);
   });
