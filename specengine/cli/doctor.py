@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,12 +26,14 @@ from specengine.cli.inspection import (
 )
 from specengine.cli.terminal import Progress, say, tell
 from specengine.cli.verdict import Seen, break_even, verdict
-from specengine.costs import PassCosts
 from specengine.costs.measuring import contexts, processor_times, share_of_others, stored
 from specengine.engine import Engine
 from specengine.errors import install_command
 from specengine.models.extension import NOT_BUILT, is_built, thread_count
 from specengine.replicas import cores
+
+if TYPE_CHECKING:
+    from specengine.costs import PassCosts
 
 EXTRAS = {  # what a user may miss, and the packages of each
     "chat": ("prompt_toolkit", "rich"),
@@ -139,8 +141,9 @@ def _observed(engine: Engine, plain: float) -> Seen | None:
     openings = [Workload("doctor", str(n), (text,)) for n, text in enumerate(OPENINGS, start=1)]
     pairs = SECONDS / (2 * OPENING_TOKENS * plain)
     rounds = min(ROUNDS, max(1, int(pairs / len(openings))))
-    timed = run_of(engine, length=OPENING_TOKENS, rounds=rounds)
-    records = timed.records(openings[: max(1, int(pairs))])
+    records = run_of(engine, length=OPENING_TOKENS, rounds=rounds).records(
+        openings[: max(1, int(pairs))]
+    )
     return Seen.of_ways(records, [SPECULATIVE]).get(SPECULATIVE)
 
 
@@ -197,7 +200,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tables(key: Mapping[str, Any], costs: PassCosts, engine: Engine) -> dict[str, Any]:
+def _tables(key: Mapping[str, Any], costs: "PassCosts", engine: Engine) -> dict[str, Any]:
     """Return what was measured, and the time by number of nodes and by tokens before them."""
     before = contexts(engine.target) if costs.verify_growth else (costs.context,)
 

@@ -33,8 +33,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         SynthesisOptions, asdict(recipe.text) | dict(arguments.option), "option"
     )
     prompts = list(read_prompts(arguments.prompts)) if arguments.prompts else []
-    engine = _load(arguments)
-    _write_text(engine, arguments.folder, options, prompts=prompts)
+    _write_text(_load(arguments), arguments.folder, options, prompts=prompts)
     print(arguments.folder)
     return 0
 

@@ -1,14 +1,16 @@
 """One sentence on whether speculation pays here and why, from measured costs and observed acceptance."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import ALL, summaries
-from specengine.costs import PassCosts
 from specengine.costs.measuring import busy, stored
 from specengine.engine import Engine
 from specengine.records import Stats
+
+if TYPE_CHECKING:
+    from specengine.costs import PassCosts
 
 SAME = 0.05  # of the speed: below what a few answers can tell
 MOSTLY_PLAIN = 1.5  # verified nodes per pass
@@ -58,7 +60,7 @@ class Seen(NamedTuple):
         }
 
 
-def break_even(costs: PassCosts, nodes: float, passes: float = 0.0) -> float:
+def break_even(costs: "PassCosts", nodes: float, passes: float = 0.0) -> float:
     """Return the tokens that a cycle must commit to be as fast as plain decoding."""
     width = min(WIDEST, max(1, round(nodes / passes))) if passes else 1
     drafting = (costs.cycle(1, (width,)) - costs.plain - costs.overhead) * passes
@@ -67,7 +69,7 @@ def break_even(costs: PassCosts, nodes: float, passes: float = 0.0) -> float:
     return (below + (above - below) * (nodes - whole) + drafting) / costs.plain
 
 
-def known_costs(engine: Engine) -> PassCosts | None:
+def known_costs(engine: Engine) -> "PassCosts | None":
     """Return the costs of an engine, if they have been measured or its policy reads them."""
     if engine.drafter is None or engine.policy is None:
         return None
@@ -78,7 +80,7 @@ def known_costs(engine: Engine) -> PassCosts | None:
 
 
 def verdict(
-    device: str, costs: PassCosts | None, averages: Seen | None, others: float | None = None
+    device: str, costs: "PassCosts | None", averages: Seen | None, others: float | None = None
 ) -> str:
     """Return whether speculation pays and why, in one sentence, and in another one whether the machine was busy.
 
@@ -94,7 +96,7 @@ def verdict(
     )
 
 
-def _verdict(device: str, costs: PassCosts | None, averages: Seen | None) -> str:
+def _verdict(device: str, costs: "PassCosts | None", averages: Seen | None) -> str:
     kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
     if averages is None:
         return f"Whether speculation pays on this {kind} is not known: no answer was drafted."
@@ -118,7 +120,7 @@ def _judged(gain: float, kind: str) -> str:
     return f"Speculation {pays} on this {kind} ({gain:.2f} times plain decoding)"
 
 
-def _why(costs: PassCosts | None, needed: float | None, averages: Seen) -> str:
+def _why(costs: "PassCosts | None", needed: float | None, averages: Seen) -> str:
     brought = f"brought {averages.tokens:.2f} tokens"
     if costs is None or needed is None:
         return f"a pass over {averages.nodes:.1f} tokens, with {averages.passes:.1f} draft passes, {brought}"

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from specengine.engine import Engine
 from specengine.errors import ContextLengthError, InputError, require
 from specengine.protocol.messages import is_empty
 from specengine.protocol.parts import THOUGHT_MARKS
@@ -41,6 +40,9 @@ from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
 from specengine.request.text import Decoder
+
+if TYPE_CHECKING:
+    from specengine.engine import Engine
 
 
 class FimTokens(NamedTuple):
@@ -270,7 +272,7 @@ class CheckedRequest:
         room.require_possible("prediction", len(self.prediction or ""), limits.tokenizer)
 
     def prepare(
-        self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
+        self, engine: "Engine", limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
     ) -> PreparedRequest:
         """Read everything, which may take seconds unless it is quick; InputError or RequestError.
 
@@ -355,7 +357,7 @@ class CheckedRequest:
         )
 
     def prompt_ids(
-        self, engine: Engine, limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
+        self, engine: "Engine", limits: ModelLimits, still_wanted: Callable[[], None] = lambda: None
     ) -> list[int]:
         """Return the tokens of the prompt; InputError or RequestError. still_wanted: as in `prepare`."""
         self.require_possible(limits)
@@ -402,7 +404,7 @@ class CheckedRequest:
                     f"{name}: token id {outside} is out of range, accepted 0 to {vocabulary_size - 1}"
                 )
 
-    def _ends(self, engine: Engine) -> dict[str, Any]:
+    def _ends(self, engine: "Engine") -> dict[str, Any]:
         """Return the tokens that end the answer, if they are not the model's own alone."""
         more = list(self.request.stop_token_ids or ())
         if isinstance(self.request, CompletionRequest) and self.request.infill is not None:

@@ -64,8 +64,7 @@ async def answered(models: Models, dialect: Dialect, body: BaseModel, request: R
                 contextlib.aclosing(events(worker, checked, request))
             )
             if not asked.stream:
-                answers = await _whole(checked, coming)
-                return json_response(reply().whole(answers))
+                return json_response(reply().whole(await _whole(checked, coming)))
             # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
             first = await anext(coming)
             if isinstance(first, tuple) and isinstance(first[1], Exception):
