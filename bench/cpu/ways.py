@@ -132,7 +132,8 @@ class Given:
             engine = Engine.from_pretrained(model, draft, **options)
         except SpecEngineError as error:
             raise Unavailable(f"{type(error).__name__}: {error}") from error
-        runs = type(engine.target).__module__.rsplit(".", 1)[-1]
+        module = type(engine.target).__module__.removeprefix("specengine.models.")
+        runs = module.partition(".")[0]
         if runs != kind.backend:
             raise Unavailable(f"asked for {kind.backend}, the engine runs {runs}")
         return engine
