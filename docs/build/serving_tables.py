@@ -124,8 +124,8 @@ def device_tests(file: str) -> str:
     """Return a sentence on the last run of the tests on a device."""
     last = [r for r in records(file) if r["record"] == "tests"][-1]
     return (
-        f"Of the tests for a device, {last['passed']} passed in the last run, {last['skipped']} were skipped and "
-        f"{last['failed']} failed\n({last['device']}, `{file}`)."
+        f"The last run of the device tests: {last['passed']} passed, {last['skipped']} skipped, {last['failed']} "
+        f"failed\n({last['device']}, `{file}`)."
     )
 
 

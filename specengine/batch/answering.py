@@ -236,34 +236,36 @@ _DRAWN = re.compile(r"(?:([a-z]+)([-_]))?([0-9a-f]{9}|[0-9a-f]{32})")
 
 def _without_chance(body: dict[str, Any], place: int) -> dict[str, Any]:
     """Return an answer without what differs from run to run: figures, times, and ids that were drawn."""
-    known: dict[str, str] = {}
+    numbered: dict[str, str] = {}
 
-    def own(name: str, value: Any) -> Any:
-        found = _DRAWN.fullmatch(value) if name.endswith("id") and isinstance(value, str) else None
-        if found is None:
+    def renumbered(name: str, value: Any) -> Any:
+        drawn = _DRAWN.fullmatch(value) if name.endswith("id") and isinstance(value, str) else None
+        if drawn is None:
             return plain(value)
-        if value not in known:
-            number = _id(place, len(known), len(found[3]))
-            known[value] = f"{found[1]}{found[2]}{number}" if found[1] else number
-        return known[value]
+        if value not in numbered:
+            number = _id(place, len(numbered), len(drawn[3]))
+            numbered[value] = f"{drawn[1]}{drawn[2]}{number}" if drawn[1] else number
+        return numbered[value]
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
             return [plain(each) for each in value]
         if not isinstance(value, dict):
             return value
-        kept = {
+        fields = {
             name: each
             for name, each in value.items()
             if name not in _MEASURED and not name.endswith("_details")
         }
-        if cached := kept.get(
-            "cache_read_input_tokens"
-        ):  # Anthropic's input tokens are those that were not cached
-            kept |= {"input_tokens": kept["input_tokens"] + cached, "cache_read_input_tokens": 0}
+        # Anthropic's input tokens are those that were not cached
+        if cached := fields.get("cache_read_input_tokens"):
+            fields |= {
+                "input_tokens": fields["input_tokens"] + cached,
+                "cache_read_input_tokens": 0,
+            }
         return {
-            name: each if name in _CLIENTS else 0 if name in _TIMES else own(name, each)
-            for name, each in kept.items()
+            name: each if name in _CLIENTS else 0 if name in _TIMES else renumbered(name, each)
+            for name, each in fields.items()
         }
 
     told: dict[str, Any] = plain(body)

@@ -179,8 +179,8 @@ def _read_request(entry: Mapping[str, Any]) -> tuple[str, Any]:
     require_value("body", body, "an object", isinstance(body, dict))
     dialect = DIALECTS[url]
     try:
-        given = dialect.given.model_validate(body)
-        request = dialect.translated(given)
+        validated = dialect.given.model_validate(body)
+        request = dialect.translated(validated)
     except ValidationError as error:
         raise InputError(
             f"body.{of_validation(error.errors(), list(dialect.given.model_fields))}"
@@ -191,7 +191,7 @@ def _read_request(entry: Mapping[str, Any]) -> tuple[str, Any]:
     for name in _NOT_OF_A_BATCH:
         value = getattr(request, name, None)
         require_value(f"body.{name}", value, "in a batch: false", not value)
-    return url, given
+    return url, validated
 
 
 def _options(given: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from specengine.errors import SpecEngineError, UnsupportedModelError
 
 T = TypeVar("T")
-FEWEST_SLOTS = 1024  # of a cache; it grows by doubling, as every growth means new captures
+MIN_SLOTS = 1024  # of a cache; it grows by doubling, as every growth means new captures
 WARM_UPS = 2  # runs before a capture: kernels are loaded and compiled, workspaces allocated
 
 
@@ -32,7 +32,7 @@ class CaptureError(UnsupportedModelError):
 
 def room(slots: int) -> int:
     """Return the capacity of a cache for so many slots."""
-    return max(FEWEST_SLOTS, 1 << (slots - 1).bit_length())
+    return max(MIN_SLOTS, 1 << (slots - 1).bit_length())
 
 
 @dataclass

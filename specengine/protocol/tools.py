@@ -188,16 +188,16 @@ class Coder(Format):
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         arguments = {}
         while text[at:].strip():
-            found = self._PARAMETER.match(text, at)
-            if found is None and cut:
+            parameter = self._PARAMETER.match(text, at)
+            if parameter is None and cut:
                 break
-            if found is None:
+            if parameter is None:
                 raise ValueError("something stands between parameters")
-            value = found[2].removeprefix("\n").removesuffix("\n")
-            arguments[found[1]] = typed(
-                value, properties.get(found[1]) if isinstance(properties, Mapping) else None
+            value = parameter[2].removeprefix("\n").removesuffix("\n")
+            arguments[parameter[1]] = typed(
+                value, properties.get(parameter[1]) if isinstance(properties, Mapping) else None
             )
-            at = found.end()
+            at = parameter.end()
         return call_of({"name": name, "arguments": arguments}, schemas, whole=not cut)
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments for a tiny random model without a head."""
-    monkeypatch.setattr("specengine.ops.cuda_graphs.FEWEST_SLOTS", 256)
+    monkeypatch.setattr("specengine.ops.cuda_graphs.MIN_SLOTS", 256)
     model, tokenizer = toy.tiny("llama", max_position_embeddings=1024), toy.byte_tokenizer()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

@@ -39,7 +39,7 @@ DRAFTS = ("small_model", "eagle3")
 def clock(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """Run on a pretended device whose work takes the time of this clock. param: whether graphs have branches."""
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
     monkeypatch.setattr(stored, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "pretended")
     monkeypatch.setenv("SPECENGINE_CACHE", str(tmp_path))

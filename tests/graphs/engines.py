@@ -135,6 +135,6 @@ def frozen() -> Iterator[dict[tuple[int, Hashable], int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "run", watched)
-        patch.setattr(graphs, "FEWEST_SLOTS", 256)
+        patch.setattr(graphs, "MIN_SLOTS", 256)
         choose(patch, "reference")  # what runs once before a capture must be what is captured
         yield calls

@@ -313,7 +313,7 @@ def test_nothing_is_read_before_it_is_written(
 
 
 def test_a_larger_cache_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 32)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 32)
     monkeypatch.setattr(cache, "GRANULE", 32)
     engine = captured("eagle3", "eagle")
     for length in (8, 60, 120):
@@ -341,7 +341,7 @@ GROWS = {"root", "level", "root coupled", "level coupled"}
 def test_warmup_captures_all_that_a_generation_needs(
     draft: str, names: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 256)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 256)
     engine = captured(draft, "talon")
     report = engine.warmup(tokens=100)
     assert set(report.captured) == names

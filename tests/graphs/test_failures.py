@@ -37,7 +37,7 @@ GREEDY = {"max_new_tokens": 6}
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pretended.Device]:
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
     with pretended.cuda() as found:
         yield found
 

@@ -43,7 +43,7 @@ def answer(engine: Engine, way: dict[str, Any]) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize(("draft", "policy"), [("small_model", "auto"), ("eagle3", "talon")])
 def test_trees_follow_it(draft: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
     host = engine_with_text(draft, policy, captured=False)
     wanted = [answer(host, way)[0] for way in WAYS]
     with pretended.cuda():

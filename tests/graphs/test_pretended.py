@@ -41,7 +41,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
 
 
 @pytest.mark.sliced(3)

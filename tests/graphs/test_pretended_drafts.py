@@ -68,7 +68,7 @@ def test_answers_and_trees_are_those_of_the_host(
     draft: str, captured: bool, way: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
     wanted = answer(engine_of(draft, policy, there=False, captured=False), WAYS[way])
     with pretended.cuda():
         found = answer(engine_of(draft, policy, there=True, captured=captured), WAYS[way])

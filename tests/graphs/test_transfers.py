@@ -27,7 +27,7 @@ DRAWN = {"temperature": 0.6, "seed": 5}
 @pytest.fixture(autouse=True)
 def _meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
 
 
 def waits(

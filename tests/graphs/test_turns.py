@@ -111,7 +111,7 @@ def test_a_device_has_turns_of_its_own_and_a_cpu_none() -> None:
 @without_a_device
 def test_captures_and_cycles_take_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "reference")
-    monkeypatch.setattr(graphs, "FEWEST_SLOTS", 128)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
     device, me = turns(CUDA), threading.get_ident()
     seen: dict[str, set[bool]] = {}
 

@@ -548,7 +548,7 @@ def test_fused_layers_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatc
 def test_a_captured_engine_on_the_kernels_answers_as_plain_decoding_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specengine.ops.cuda_graphs.FEWEST_SLOTS", 256)
+    monkeypatch.setattr("specengine.ops.cuda_graphs.MIN_SLOTS", 256)
     model = toy.tiny("llama").to(DEVICE)
     prompt, count = [7, 3, 9, 7, 3], 4
     expected = model.generate(

@@ -29,7 +29,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Register a few kernels of both backends: an interpreted program's cost hardly depends on its work."""
     with pytest.MonkeyPatch.context() as patch:
         host.take(host.built(tmp_path_factory.mktemp("host")), patch)
-        patch.setattr(graphs, "FEWEST_SLOTS", SLOTS)
+        patch.setattr(graphs, "MIN_SLOTS", SLOTS)
         patch.setattr(graphs, "WARM_UPS", 1)
         patch.setattr(
             tree_attention, "tiles_for", lambda *_: tree_attention.Tiles(128, SLOTS, 4, 2)
