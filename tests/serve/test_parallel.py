@@ -43,24 +43,30 @@ class Steps:
     """Forward passes of engines at once, which wait until they are allowed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._allowed = threading.Semaphore(0)
+        self._changed = threading.Condition()
+        self._allowed = 0  # that have not begun
         run = Scheduler._run
 
         def held(scheduler: Scheduler, *given: Any) -> None:
-            assert self._allowed.acquire(timeout=30)
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._allowed > 0, timeout=30)
+                self._allowed -= 1
             run(scheduler, *given)
 
         patch.setattr(Scheduler, "_run", held)
 
     def allow(self, count: int) -> None:
-        self._allowed.release(count)
+        with self._changed:
+            self._allowed += count
+            self._changed.notify_all()
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Allow steps, one after the other, until it does."""
+        """Allow steps, one after the other, until it does; none that would be run after that."""
 
         def looked() -> bool:
             if not (found := holds()):
-                self.allow(1)
+                if self._allowed == 0:
+                    self.allow(1)
                 time.sleep(0.02)
             return found
 
@@ -357,30 +363,38 @@ def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(
     assert max(pieces[2:]) == 64  # the first two answers' own prompts come before
 
 
+def asked_of(server: Served) -> float:
+    """Return how many requests a server answers or lets wait."""
+    return server.metric("num_requests_running") + server.metric("num_requests_waiting")
+
+
 def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> None:
     with (
         served(native_engine, parallel=MANY, queue=4) as server,
         ThreadPoolExecutor(MANY + 2) as many,
     ):
         gone = threading.Event()
+        begun: list[str] = []
 
         def leave() -> None:
             asked = LONG | {"stream": True, "max_tokens": 400}
             with (
-                httpx.Client(base_url=server.address) as own,
+                httpx.Client(base_url=server.address, timeout=60) as own,
                 own.stream("POST", TEXTS, json=asked) as stream,
             ):
-                next(stream.iter_lines())
-                gone.wait(20)
+                begun.append(next(stream.iter_lines()))
+                gone.wait(60)
 
         leaving = [many.submit(leave) for _ in range(MANY)]
+        until(lambda: asked_of(server) == MANY)
         steps.until(lambda: server.metric("num_requests_running") == MANY)
         waiting = [many.submit(server.post, LONG, TEXTS) for _ in range(2)]
         until(lambda: server.metric("num_requests_waiting") == 2)
-        steps.allow(6)
-        until(lambda: server.metric("kv_cache_usage_perc") > 0)
+        steps.until(lambda: len(begun) == MANY)
+        assert server.metric("kv_cache_usage_perc") > 0
+        answered = list(server.worker.jobs.answered)
         gone.set()
-        until(lambda: any(job.ticket.cancelled for job in server.worker.jobs.answered))
+        until(lambda: any(job.ticket.cancelled for job in answered))
         steps.allow(10_000)
         texts = [job.result().json()["choices"][0]["text"] for job in waiting]
         assert [job.result() for job in leaving] == [None] * MANY
@@ -401,11 +415,7 @@ def test_full_places_of_one_client_do_not_hold_up_another(steps: Steps) -> None:
             "one client has no more places than there are"
         )
         answers += [many.submit(server.post, LONG | {"user": "another"}, TEXTS) for _ in range(2)]
-        until(
-            lambda: (
-                server.metric("num_requests_running") + server.metric("num_requests_waiting") == 5
-            )
-        )
+        until(lambda: asked_of(server) == 5)
         steps.until(lambda: server.metric("num_requests_running") == 3)
         assert server.metric("num_requests_waiting") == 2, "a spare place for one answer"
         steps.allow(10_000)
@@ -425,6 +435,7 @@ def test_draining_ends_full_places_in_time_or_says_that_it_stops(
             many.submit(httpx.post, server.address + TEXTS, json=LONG, timeout=60)
             for _ in range(MANY + 2)
         ]
+        until(lambda: asked_of(server) == MANY + 2)
         steps.until(
             lambda: (
                 server.metric("num_requests_running") == MANY
