@@ -281,30 +281,41 @@ def test_a_head_starts_with_the_largest_units_of_its_target(
 
 
 def test_a_head_to_start_from_may_learn_more_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
+    """New rows are the target's as the head's own would be: by the linear map that makes its rows of the target's."""
     corpus = corpus_of(tmp_path / "data", random_texts(12))
-    first = train_draft(
-        model, corpus, tmp_path / "first", replace(OPTIONS, draft_vocab_size=20), LOSS
+    its = model.get_output_embeddings().weight.detach()
+    trained = train_draft(
+        model,
+        corpus,
+        tmp_path / "trained",
+        replace(OPTIONS, draft_vocab_size=its.shape[1] + 20),
+        LOSS,
     )
+    config, state, _ = load_head(trained)
+    old = (state["d2t"] + torch.arange(len(state["d2t"]))).tolist()
+    turned = torch.randn(its.shape[1], its.shape[1], generator=torch.Generator().manual_seed(0))
+    save_head(config, state | {"lm_head.weight": its[old] @ turned}, tmp_path / "first")
     counts = torch.arange(VOCABULARY).flip(0)  # the first tokens are the most frequent ones
-    narrow, wide = (
-        new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=size), LOSS, counts)
-        for size in (20, 50)
-    )
-    old, ids = narrow.target_ids().tolist(), wide.target_ids().tolist()
-    assert len(old) == 20
-    assert ids == sorted({*old, *[token for token in range(50) if token not in old][:30]})
+    start = replace(OPTIONS, start=str(tmp_path / "first"))
+    size = len(old) + 30
+    wide = new_head(model, replace(start, draft_vocab_size=size), LOSS, counts)
+    ids = wide.target_ids().tolist()
+    new = [token for token in range(VOCABULARY) if token not in old][:30]
+    assert ids == sorted({*old, *new})
     rows = {token: row for row, token in enumerate(ids)}
-    weight, its = wide.lm_head.weight, model.get_output_embeddings().weight
-    assert torch.equal(weight[[rows[token] for token in old]], narrow.lm_head.weight)
-    new = [token for token in ids if token not in old]
-    assert torch.equal(weight[[rows[token] for token in new]], its[new])
-    assert wide.config.draft_vocab_size == 50
+    weight = wide.lm_head.weight
+    assert torch.equal(weight[[rows[token] for token in old]], its[old] @ turned)
+    torch.testing.assert_close(
+        weight[[rows[token] for token in new]], its[new] @ turned, rtol=1e-3, atol=1e-3
+    )
+    assert wide.config.draft_vocab_size == size
     save_head(wide.config, wide.state_dict(), tmp_path / "wide")
     assert load_head(tmp_path / "wide").state["d2t"].tolist() == [
         token - row for token, row in rows.items()
     ]
-    kept = new_head(model, replace(OPTIONS, start=str(first), draft_vocab_size=0), LOSS, counts)
-    assert kept.target_ids().tolist() == old
+    for kept in (0, len(old)):
+        head = new_head(model, replace(start, draft_vocab_size=kept), LOSS, counts)
+        assert head.target_ids().tolist() == old
 
 
 def test_a_head_to_start_from_gets_the_tokens_that_cover_other_answers(

@@ -138,7 +138,8 @@ def _with_more_tokens(
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """Return the head with a vocabulary of `options.draft_vocab_size`, or one that covers the answers.
 
-    It gets the most frequent missing tokens of the answers, with their rows of the target's head.
+    It gets the most frequent missing tokens of the answers. Their rows are those of the target's head by the linear
+    map that is the nearest to the head's own rows (least squares): as they stand, they would drown these.
     """
     if "d2t" not in state:
         return config, state
@@ -149,10 +150,11 @@ def _with_more_tokens(
     new = preferred[len(old) : size]
     ids, order = torch.cat([old, new]).sort()
     name = next(name for name in state if name.endswith("lm_head.weight"))
-    rows = weights.vocabulary()
-    weight = torch.cat([state[name], rows[new.to(rows.device)].to(state[name])])
+    its = weights.vocabulary().cpu()[torch.cat([old, new])].float()
+    alike = torch.linalg.lstsq(its[: len(old)], state[name].float(), driver="gelsy").solution
+    weight = torch.cat([state[name], (its[len(old) :] @ alike).to(state[name])])
     places = torch.arange(len(ids), dtype=torch.int64, device="cpu")
-    state = state | {name: weight[order.to(rows.device)], "d2t": (ids - places).to(state["d2t"])}
+    state = state | {name: weight[order], "d2t": (ids - places).to(state["d2t"])}
     return replace(config, draft_vocab_size=len(ids)), state
 
 
@@ -168,8 +170,8 @@ def start_from_text(head: EagleHead, teacher: HeadTeacher, batches: Sequence[Ten
     for tokens in batches:
         features = teacher.read(tokens.to(device)).features.double()
         embedded = embed(head, teacher.model, tokens[:, 1:].to(device)).double()
-        ones = torch.ones_like(features[:, 1:, :1])
-        rows = torch.cat([embedded, features[:, :-1], ones, features[:, 1:]], -1).flatten(0, 1)
+        columns = [features[:, :-1], torch.ones_like(features[:, 1:, :1]), features[:, 1:]]
+        rows = torch.cat([embedded, *columns], -1).flatten(0, 1)
         products += rows[:, : 2 * size + 1].T @ rows
     normal, targets = products.split([2 * size + 1, size], dim=1)
     normal.diagonal().add_(RIDGE * normal.diagonal().mean())
@@ -241,8 +243,7 @@ def _start_from_target(head: EagleHead, weights: Weights) -> None:
     ids = head.target_ids()
     vocabulary = head.vocabulary_head()
     if vocabulary is not None:
-        rows = weights.vocabulary()
-        vocabulary.weight.copy_(rows if ids is None else rows[ids])
+        vocabulary.weight.copy_(weights.vocabulary()[... if ids is None else ids])
     last = f"layers.{weights.config.num_hidden_layers - 1}."
     parameters = dict(head.layers.named_parameters())
     sources = {name: weights.parameter(last + name.removeprefix("0.")) for name in parameters}
