@@ -358,6 +358,7 @@ class OwnCacheTarget(HuggingFaceTarget):
     """
 
     makes = OwnCacheLM
+    paths = True
     lm: OwnCacheLM
 
     def __init__(
