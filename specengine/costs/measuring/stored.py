@@ -144,8 +144,11 @@ def _write(key: dict[str, Any], stored_costs: _Kept) -> str | None:
     """Write the file. Return the reason if that fails."""
     try:
         file = path(key)
-        costs = stored_costs.costs.to_dict()
-        content = {"key": key, "when": int(stored_costs.when), "costs": costs}
+        content = {
+            "key": key,
+            "when": int(stored_costs.when),
+            "costs": stored_costs.costs.to_dict(),
+        }
         write_whole(file, json.dumps(content, indent=1) + "\n")
     except CacheFolderError as error:
         return str(error)
