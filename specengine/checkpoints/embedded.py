@@ -336,8 +336,9 @@ def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
         for file in sorted(folder.iterdir())
         if file.name != MANIFEST
     }
-    text = json.dumps({**provenance, "files": files}, indent=2) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps({**provenance, "files": files}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def folder_damage(folder: Path) -> str | None:

@@ -163,9 +163,10 @@ class GGUFSource(Source):
 
     def model(self) -> PreTrainedModel:
         model = empty_model(self.config, self.dtype)
-        state = {name: self.tensor(name) for name in self.shapes()}
         # a tied head has no tensor of its own
-        model.load_state_dict(state, strict=False, assign=True)
+        model.load_state_dict(
+            {name: self.tensor(name) for name in self.shapes()}, strict=False, assign=True
+        )
         model.tie_weights()
         model.generation_config = self.generation_config
         model.config.name_or_path = self.name

@@ -46,6 +46,8 @@ class PassCosts:
     context        tokens in the cache for which `verify` and `draft` hold
     verify_growth, draft_growth  extra cost per further token in the cache, by number of nodes; empty: none
     padded         every verification, and every draft pass, runs as many rows as the largest
+    chains         costs are of chains that are accepted whole, as every path of a tree is verified by a row of its
+                   own, and an accepted part of one is run again
     experts        experts of the target, over all layers, that a verification of n nodes read when it was measured;
                    empty: none were counted
     all_experts    experts that there are, over all layers
@@ -64,6 +66,7 @@ class PassCosts:
     verify_growth: Points = field(default_factory=dict)
     draft_growth: Points = field(default_factory=dict)
     padded: bool = False
+    chains: bool = False
     experts: Points = field(default_factory=dict)
     all_experts: int = 0
     expert: float = 0.0
@@ -325,12 +328,7 @@ def _points(value: Any, minimum: int) -> Points | None:
 
 
 def _number(value: Any) -> float | None:
-    fits = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    )
+    fits = type(value) in (int, float) and math.isfinite(value) and value >= 0
     return float(value) if fits else None
 
 
@@ -355,6 +353,7 @@ _READERS: dict[str, tuple[str, Any]] = {
     "verify_growth": (_COST_BY_NODES, lambda value: _points(value, 0)),
     "draft_growth": (_COST_BY_NODES, lambda value: _points(value, 0)),
     "padded": ("true or false", _of(bool)),
+    "chains": ("true or false", _of(bool)),
     "experts": ("numbers of experts by nodes of 1 or more", lambda value: _points(value, 0)),
     "all_experts": ("a whole number of 0 or more", _count),
     "expert": ("0 or more", _number),

@@ -590,7 +590,7 @@ class RowDraft(CapturedDrafter):
 
         A draft with recurrent states stays as it is: they are those of all tokens that the other one has run.
         """
-        if self.cache.memory is not None:
+        if self.cache.states:
             return
         ran = min(count, other.cache.length)
         self.cache.copy_from(other.cache, ran)

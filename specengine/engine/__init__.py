@@ -6,7 +6,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 
-class Engine(EngineState):
+class Engine(EngineState, AbstractContextManager["Engine"]):
     """A target with a draft and a policy, and the caches of one sequence.
 
     An engine serves one generation at a time; a second caller, from whatever thread, gets EngineBusyError. Engines
@@ -81,9 +82,6 @@ class Engine(EngineState):
         super().__init__(target, drafter, policy, tokenizer)
         self._making = threading.Lock()
         self._streams: tuple[tuple[Any, ...], Streams] | None = None  # what answers `astream`
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

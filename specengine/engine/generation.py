@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -317,7 +317,7 @@ def prepare(
     )
 
 
-class TextGeneration:
+class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["TextGeneration"]):
     """One generation as an iterator of StreamPiece; closing it, or letting it go, frees the engine.
 
     Options and prompt are checked at construction. `answer.origins.wanted`, set before the first piece, has cycles note
@@ -403,9 +403,6 @@ class TextGeneration:
             )
         )._repr_html_()
 
-    def __iter__(self) -> Iterator[StreamPiece]:
-        return self
-
     def __next__(self) -> StreamPiece:
         try:
             return self._advance()
@@ -418,9 +415,6 @@ class TextGeneration:
             with contextlib.suppress(Exception):  # the error that is under way says more
                 self._end_streamer()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -17,9 +17,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from specengine.cycle import Lane, result_of, run_eager
 from specengine.models.kv_cache import in_own_dtype
@@ -394,7 +394,9 @@ def finished(generation: Any) -> Task:
 Begin = Callable[..., Any]  # makes a TextGeneration of an engine and a ticket
 
 
-class AsyncTextGeneration:
+class AsyncTextGeneration(
+    AsyncIterator[StreamPiece], contextlib.AbstractAsyncContextManager["AsyncTextGeneration"]
+):
     """One generation as an asynchronous iterator of StreamPiece, answered by a thread; leaving it ends the answer.
 
     `result` is there once the iterator has ended. Errors of `Engine.generate` are raised by the iterator.
@@ -415,9 +417,6 @@ class AsyncTextGeneration:
 
         streams.submit(begin, self._ticket, send)
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> StreamPiece:
         piece = None if self._ticket.cancelled else await self._pieces.get()
         if isinstance(piece, StreamPiece):
@@ -427,9 +426,6 @@ class AsyncTextGeneration:
             raise piece
         self.result = piece or self.result
         raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()

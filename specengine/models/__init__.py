@@ -49,6 +49,7 @@ class ModelFacts:
     generation_config: Any = None  # the model's own defaults
     backend: str = ""  # the forward that runs it, and why, in words
     captured: bool = False  # whether its cycles run as CUDA graphs
+    paths: bool = False  # whether every path of a tree is verified by a row of its own
     model_seconds: float  # spent in model forwards since it was loaded
     # int32 [nodes], of the last verified tree: experts that a node's row used and none before it; None: not counted
     experts: Tensor | None = None

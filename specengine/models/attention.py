@@ -203,8 +203,6 @@ def attend(
 def note_places(cache: KVCache, rows: Rows) -> None:
     """Tell the rows the position of each slot, which the cache notes for scratch that later rows see."""
     slots = torch.arange(cache.capacity, dtype=torch.int64, device=cache.slab.device)
-    if cache.places is None or len(cache.places) != len(slots):
-        cache.places = slots.clone()
     places = cache.places.index_copy_(0, rows.slot + slots[: len(rows)], rows.positions)
     rows.places = torch.where(slots < rows.prefix, slots, places)
 

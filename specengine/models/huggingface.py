@@ -301,7 +301,7 @@ class CausalLM:
     def _fuse(self) -> None:
         """Take fused layers where the family has them, a backend runs their ops, and they give what the modules do."""
         reason = fused.why_not(self._twin.modules)
-        taken = self._twin.dense or self._layout.shapes is not None or self.packed
+        taken = self._twin.dense or bool(self._layout.shapes) or self.packed
         if taken or reason == "" or not ops.is_served(fused.OPS, self.device):
             return
         try:

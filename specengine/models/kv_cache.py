@@ -28,13 +28,13 @@ class CacheLayout(NamedTuple):
 
     slabs   layers, KV heads and head size of each slab; layers whose heads are other ones have a slab of their own
     shapes  of each layer's keys and values, (KV heads, head size), where they differ: the slab then has one head, which
-            a layer's heads divide among themselves
+            a layer's heads divide among themselves; empty where they are alike
     """
 
     slabs: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
     device: torch.device | str = "cpu"
-    shapes: Shapes | None = None
+    shapes: Shapes = ()
 
     @classmethod
     def of(
@@ -50,20 +50,22 @@ class CacheLayout(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of one sequence: `slabs` are [layers, 2, KV heads, capacity, head size], `slab` is the first.
+    """What the layers of a model keep of one sequence.
+
+    slabs   keys and values of layers with attention, [layers, 2, KV heads, capacity, head size]; `slab` is the first
+    states  those of layers without, as a decoder's `memory` makes them, one for all; empty where there are none
+    places  int64 [capacity], positions by slot, of scratch, where a model's windows need them
 
     Slots below `length` hold the committed tokens in order. Slots from `length` on are scratch: a forward over
     tree nodes writes there and `keep` keeps the rows of the accepted path. `filled`, int32 [1], is the length where
-    the cache is.
+    the cache is. A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: of slots
+    with states those up to the last forward's root or after it, those up to the last `mark`, or none.
     """
 
-    def __init__(self, layout: CacheLayout, capacity: int, memory: Any = None) -> None:
-        """memory: states of recurrent layers, where there are any."""
-        self.layout, self.memory = layout, memory
+    def __init__(self, layout: CacheLayout, capacity: int, states: Sequence[Any] = ()) -> None:
+        self.layout, self.states = layout, list(states)
         self._allocate(capacity)
         self.filled = torch.zeros(1, dtype=torch.int32, device=layout.device)
-        # positions by slot, of scratch, where a model's windows need them
-        self.places: Tensor | None = None
 
     def layer(
         self, number: int, first: int = 0, end: int | None = None, slab: int = 0
@@ -72,7 +74,7 @@ class KVCache:
         both = self.slabs[slab][number, :, None, :, first:end]
         # not unpacked: parts of an unpacked view may not be written to where autograd runs
         keys, values = both[0], both[1]
-        if self.layout.shapes is None:
+        if not self.layout.shapes:
             return keys, values
         key_shape, value_shape = self.layout.shapes[number]
         return of_shape(keys, key_shape), of_shape(values, value_shape)
@@ -93,7 +95,9 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """The bytes of memory that it takes."""
-        return sum(slab.nbytes for slab in self.slabs)
+        return sum(slab.nbytes for slab in self.slabs) + sum(
+            int(each.bytes) for each in self.states
+        )
 
     @property
     def slot_bytes(self) -> int:
@@ -118,10 +122,12 @@ class KVCache:
 
     def reach(self, length: int) -> int:
         """Return how many slots `crop(length)` leaves; it may keep fewer than asked for."""
-        return length
+        return min([length, *(int(each.reach(length)) for each in self.states)])
 
     def mark(self) -> None:
         """Make the committed slots ones that a later `crop` can go back to."""
+        for each in self.states:
+            each.mark()
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
@@ -146,18 +152,24 @@ class KVCache:
             for count, heads, size in self.layout.slabs
         )
         self.slab = self.slabs[0]
+        self.places = torch.arange(self.capacity, dtype=torch.int64, device=self.slab.device)
 
     def crop(self, length: int) -> None:
-        """Forget everything from slot `length` on."""
+        """Forget everything from slot `reach(length)` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length: got {length}, accepted 0 to {self.length}")
-        self.length = length
+        end = self.reach(length)
+        for each in self.states:
+            each.crop(length)
+        self.length = end
 
     def keep(self, path: Nodes) -> None:
         """Commit scratch rows in place: row `length + path[j]` becomes slot `length + j`.
 
         path: ascending offsets into the scratch, starting with 0.
         """
+        for each in self.states:
+            each.keep(self.length, path.ids, int(path.live))
         for slab in self.slabs:
             ops.compact_kv(slab, path.ids, path.live, self.filled)
         self.filled += path.live
@@ -166,44 +178,14 @@ class KVCache:
         """Keep the slots of a path that the host knows, as `keep` does."""
         if path[-1] >= len(path):
             device = self.slab.device
-            on_host = device.type == "cpu"
             ids = (
                 torch.tensor(path, dtype=torch.int64, device=device)
-                if on_host
+                if device.type == "cpu"
                 else ops.sent(path, torch.int64, device)
             )
             self.keep(Nodes.of(ids))
         else:  # all of them are in place
             self.filled += len(path)
-
-
-class HybridCache(KVCache):
-    """Keys and values of the layers that have attention, and `memory` of a decoder, the states of the others.
-
-    A state cannot be taken back by a token. So a crop keeps what it can, which `reach` tells: slots up to the last
-    forward's root or after it, those up to the last `mark`, or none.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + int(self.memory.bytes)
-
-    def reach(self, length: int) -> int:
-        return int(self.memory.reach(length))
-
-    def mark(self) -> None:
-        self.memory.mark()
-
-    def crop(self, length: int) -> None:
-        """Forget everything from slot `reach(length)` on."""
-        end = self.reach(length)
-        super().crop(length)
-        self.memory.crop(length)
-        self.length = end
-
-    def keep(self, path: Nodes) -> None:
-        self.memory.keep(self.length, path.ids, int(path.live))
-        super().keep(path)
 
 
 def of_shape(rows: Tensor, shape: tuple[int, int]) -> Tensor:

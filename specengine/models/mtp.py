@@ -162,7 +162,7 @@ class MtpHead(DraftHead):
         """Prepare the blocks to be run; return a cache for them."""
         self._dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._target.device)
         layout = self._layout()
-        self._dense_mask = layout.shapes is not None
+        self._dense_mask = bool(layout.shapes)
         self.module.block_config._attn_implementation = "eager" if self._dense_mask else ATTENTION
         return KVCache(layout, 1)
 

@@ -157,18 +157,12 @@ class OwnCacheLM(CausalLM):
         pieces = [[token] for token in tokens] if alone else [tokens]
         ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         self.seconds += time.perf_counter() - began
-        logit_pieces, feature_pieces = (
-            [rated for rated, _ in ran],
-            [states for _, states in ran if states is not None],
-        )
-        selected_logits = (
-            None
-            if logits == "none"
-            else torch.cat(logit_pieces)
-            if logits == "all"
-            else logit_pieces[-1][-1:]
-        )
-        return selected_logits, torch.cat(feature_pieces) if feature_pieces else None
+        states = [states for _, states in ran if states is not None]
+        all_states = torch.cat(states) if states else None
+        if logits == "none":
+            return None, all_states
+        rated = ran if logits == "all" else ran[-1:]
+        return torch.cat([rows for rows, _ in rated]), all_states
 
     def _run(
         self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, every: bool
@@ -358,6 +352,7 @@ class OwnCacheTarget(HuggingFaceTarget):
     """
 
     makes = OwnCacheLM
+    paths = True
     lm: OwnCacheLM
 
     def __init__(

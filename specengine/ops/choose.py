@@ -149,7 +149,9 @@ def couple(
         if token_ids is None
         else token_ids
     )
-    return logits.float() + scale * _noise_of(seed, positions, tokens).float()
+    words = _words(seed, positions, tokens // 4)  # four tokens share them
+    place = (tokens % 4).expand(len(positions), -1)[..., None]
+    return logits.float() + scale * _gumbel(words.gather(2, place)[..., 0]).float()
 
 
 @op
@@ -177,12 +179,6 @@ def _noise(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
         seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64)
     )
     return _gumbel(x.flatten(1)[:, :columns])
-
-
-def _noise_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Return `_noise` for these tokens only: float64 [n, tokens]."""
-    x = _words(seed, positions, tokens // 4)
-    return _gumbel(x.gather(2, (tokens % 4).expand(len(positions), -1)[..., None])[..., 0])
 
 
 def _gumbel(words: Tensor) -> Tensor:

@@ -52,13 +52,9 @@ def number(tensor: Tensor) -> Number:
 
     On single elements torch takes ten times as long as Python does.
     """
-    return (
-        tensor.item()
-        if tensor.device.type == FREE
-        else doubled(tensor)
-        if tensor.is_floating_point()
-        else tensor
-    )
+    if tensor.device.type == FREE:
+        return tensor.item()
+    return doubled(tensor) if tensor.is_floating_point() else tensor
 
 
 def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -81,7 +77,9 @@ def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
 
 def where(flag: Flag, one: Number, other: Number) -> Number:
     """Return `one` where the flag is up, else `other`."""
-    return torch.where(flag, one, other) if isinstance(flag, Tensor) else one if flag else other
+    if isinstance(flag, Tensor):
+        return torch.where(flag, one, other)
+    return one if flag else other
 
 
 def row_of(values: Tensor, index: Tensor) -> Tensor:

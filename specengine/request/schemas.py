@@ -110,13 +110,9 @@ def _exact_values(key: str, value: Any) -> Any:
         return [_exact_values(key, item) for item in value]
     if isinstance(value, dict):
         return {name: _exact_values(key, item) for name, item in value.items()}
-    return (
-        value
-        if not _is_number(value)
-        else _exact_integer(key, value)
-        if isinstance(value, int)
-        else _exact_number(key, value)
-    )
+    if not _is_number(value):
+        return value
+    return _exact_integer(key, value) if isinstance(value, int) else _exact_number(key, value)
 
 
 def _refusal(key: str, value: Any) -> ValueError:

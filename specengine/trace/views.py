@@ -126,7 +126,14 @@ def page(traces: Sequence[Trace]) -> str:
             {  # short names, and each text once
                 "runs": [_run(trace) for trace in traces],
                 "queries": [
-                    _query(query, number)
+                    {
+                        "run": number,
+                        "title": query.title,
+                        "prompt": query.prompt,
+                        "seed": query.seed,
+                        "end": query.finish_reason,
+                        "cycles": [_cycle(cycle) for cycle in query.cycles],
+                    }
                     for number, trace in enumerate(traces)
                     for query in trace.queries
                 ],
@@ -164,17 +171,6 @@ def _run(trace: Trace) -> dict[str, Any]:
         "versions": trace.versions,
         "truncated": trace.truncated,
         "texts": texts,
-    }
-
-
-def _query(query: Query, run: int) -> dict[str, Any]:
-    return {
-        "run": run,
-        "title": query.title,
-        "prompt": query.prompt,
-        "seed": query.seed,
-        "end": query.finish_reason,
-        "cycles": [_cycle(cycle) for cycle in query.cycles],
     }
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ DIGITS = 6  # significant digits of a probability
 FACTS = ("split", "captured")  # of Seconds, which are no times
 
 
-class TraceWriter:
+class TraceWriter(AbstractContextManager["TraceWriter"]):
     """Writes the cycles of an engine to `file`, one record at a time. Replaces an existing file.
 
     Each record is written completely before the generation continues. So the trace of a killed run can be read.
@@ -38,9 +39,6 @@ class TraceWriter:
         with writing(file, "trace"):
             self._file = file.open("w", encoding="ascii", newline="\n")
         self._write("trace", format=FORMAT, **_described(engine))
-
-    def __enter__(self) -> TraceWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -310,14 +310,14 @@ def test_a_memory_belongs_to_one_lane() -> None:
     def run(*memories: Any) -> None:
         batch = [RowBatch(lm, tokens, places, cache, (0, 0, None)) for cache in caches]
         for cache, memory in zip(caches, memories, strict=True):
-            cache.memory = memory
+            cache.states[:] = [memory]
         batch[-1].logits = torch.empty(1, lm.vocab_size)
         lm.run_lanes(batch)
 
-    first, second = (cache.memory for cache in caches)
+    first, second = (cache.states[0] for cache in caches)
     with pytest.raises(ValueError, match="memory: got 1, accepted one of each lane's own"):
         run(first, first)
-    other = native_lm(tiny("qwen3_5_text")).new_cache(20).memory
+    other = native_lm(tiny("qwen3_5_text")).new_cache(20).states[0]
     with pytest.raises(ValueError, match=r"memory: got .*, accepted one of this decoder"):
         run(first, other)
     broken = native_lm(tiny("lfm2")).new_cache(20)

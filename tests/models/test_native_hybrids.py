@@ -256,10 +256,10 @@ def test_a_cache_is_cropped_to_what_it_can_go_back_to(name: str) -> None:
     assert [cache.reach(length) for length in (40, 39, 20, 19)] == [40, 20, 20, 0]
     expected = lm.extend(cache, PROMPT[40:50])[0]
     cache.crop(45)
-    assert (cache.length, cache.memory.folded) == (20, 20)
+    assert (cache.length, cache.states[0].folded) == (20, 20)
     assert torch.equal(lm.extend(cache, PROMPT[20:50])[0], expected)
     cache.crop(10)
-    assert (cache.length, cache.memory.folded, cache.memory.marked) == (0, 0, 0)
+    assert (cache.length, cache.states[0].folded, cache.states[0].marked) == (0, 0, 0)
     assert torch.equal(lm.extend(cache, PROMPT[:50])[0], expected)
 
 
@@ -340,7 +340,7 @@ def test_a_memory_refuses_slots_that_were_not_run() -> None:
     cache.length = 20
     with pytest.raises(InputError, match="path: slot 20 was not run"):
         cache.keep(nodes_of([0]))
-    cache.memory = lm_of("lfm2").new_cache(100).memory
+    cache.states = lm_of("lfm2").new_cache(100).states
     with pytest.raises(InputError, match="memory: got 2, accepted one of this decoder"):
         lm.extend(cache, PROMPT[:2])
 
@@ -367,7 +367,7 @@ def test_a_memory_does_not_grow_with_the_text() -> None:
         cache = lm.new_cache(1)
         for _ in range(3):
             lm.extend(cache, PROMPT)
-            sizes.append(cache.memory.bytes)
+            sizes.append(cache.states[0].bytes)
         assert len(set(sizes)) == 1
         kinds = [
             kind in ("full_attention", "sliding_attention", "hybrid")

@@ -1,14 +1,18 @@
 """Models that run no tree in one forward answer on their own cache, as `generate` does; none is refused plainly."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from specengine import Engine
+from specengine.costs import PassCosts, measuring
 from specengine.errors import UnsupportedModelError
 from specengine.models import fused
-from specengine.models.own_cache import OwnCacheTarget, TreePaths
+from specengine.models.own_cache import OwnCacheLM, OwnCacheTarget, TreePaths
+from specengine.ops.tree import TokenTree
 from tests.sweep.serving import Knowing, generated, prompt_of
 from tests.sweep.small import model_of
 from tests.toy import policy_for, random_tree
@@ -77,6 +81,41 @@ def test_trees_run_path_by_path(hybrid: PreTrainedModel) -> None:
         "trees are verified path by path on its own cache: Lfm2ForCausalLM" in answer.stats.notes[0]
     )
     assert "convolution state" in answer.stats.notes[0]
+
+
+def test_auto_grows_chains_where_each_path_costs_a_row(
+    hybrid: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[list[int]] = []
+    run = OwnCacheLM.verify
+
+    def verify(lm: OwnCacheLM, cache: Any, tree: TokenTree, features: tuple[int, ...] = ()) -> Any:
+        shapes.append(tree.parents.tolist())
+        return run(lm, cache, tree, features)
+
+    prompt = prompt_of(30)
+    expected = generated(hybrid, prompt)
+    drafts = [Knowing([*prompt, *expected]), "recycling"]
+    engines = [Engine.from_pretrained(hybrid, draft, backend=MODULES) for draft in drafts]
+    monkeypatch.setattr(OwnCacheLM, "verify", verify)
+    measured = measuring.measure(engines[0].target, engines[0].drafter, seconds=0.5)
+    assert measured.chains
+    assert max(measured.verify) <= measuring.MAX_CHAIN
+    assert PassCosts.from_dict(measured.to_dict()) == measured
+    for chains in (True, False):  # the latter is the negative control
+        costs = PassCosts("known", {1: 1.0, 32: 1.5}, {1: 0.01}, chains=chains)
+        for engine in engines:
+            for _ in range(2):
+                answer = engine.generate(
+                    prompt,
+                    max_new_tokens=24,
+                    eos_token_id=[],
+                    policy="auto",
+                    policy_options={"costs": costs},
+                )
+                assert answer.token_ids == expected
+            assert answer.stats.num_accepted_draft_tokens > 8
+        assert all(shape == [*range(-1, len(shape) - 1)] for shape in shapes) == chains
 
 
 def test_logits_of_paths_are_those_of_single_steps(hybrid: PreTrainedModel) -> None:

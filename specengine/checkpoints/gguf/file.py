@@ -11,6 +11,7 @@ import re
 import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -56,7 +57,7 @@ class GGUFTensor:
     part: int = 0
 
 
-class GGUFFile:
+class GGUFFile(AbstractContextManager["GGUFFile"]):
     """An open GGUF file: its metadata and list of tensors, and the tensors' blocks on demand.
 
     `metadata` maps keys to int, float, bool, str or lists of one of them; of a split file it is the first part's. The
@@ -66,8 +67,10 @@ class GGUFFile:
     def __init__(
         self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
     ) -> None:
-        self.path, self._sources = sources[0].path, sources
-        self.metadata, self.tensors = metadata, tensors
+        self.path = sources[0].path
+        self.metadata = metadata
+        self.tensors = tensors
+        self._sources = sources
 
     @property
     def parts(self) -> list[Path]:
@@ -112,9 +115,6 @@ class GGUFFile:
         """Free the descriptors. Copies stay."""
         for source in self._sources:
             source.close()
-
-    def __enter__(self) -> "GGUFFile":
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -233,7 +233,7 @@ def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, f
 
 def contexts(target: Target) -> tuple[int, int]:
     """Return the short and the long context to measure at, in tokens; twice the same if the model's is short."""
-    limit = max(1, target.max_context - 2 * MAX_PATH)
+    limit = max(1, target.max_context - (MAX_CHAIN + DRIFT if target.paths else 2 * MAX_PATH))
     short, long = (min(context, limit) for context in CONTEXTS)
     return short, long if long >= 2 * short else short
 
@@ -279,6 +279,7 @@ def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCost
         verify_growth=growths[0],
         draft_growth=growths[1] if cycles.drafter is not None else {},
         padded=padded,
+        chains=cycles.target.paths,
         experts={n: statistics.median(samples.experts[n]) for n in verify}
         if samples.experts
         else {},
@@ -312,7 +313,7 @@ def _rounds(cycles: SyntheticCycles, plans: Sequence[MeasuringPlan], until: floa
     """Run a round of the smallest plan, then rounds of the largest plan that there is time for."""
     samples, plan = _Samples(), cycles.plan(SMALLEST_PLAN)
     _round(cycles, plan, samples, until)
-    for larger in plans:
+    for larger in map(cycles.plan, plans):
         if time.perf_counter() + ROUNDS * _seconds(larger, samples) < until:
             plan = larger
     while time.perf_counter() < until:
@@ -369,7 +370,8 @@ T = TypeVar("T")
 MAX_NODES, MAX_WIDTH = 96, 16  # the largest tree and draft pass of a plan
 CHILDREN = 3  # children per node of a verified tree
 DRIFT = 32  # tokens by which cycles may lengthen the context before it is rewound
-MAX_PATH = 8  # tokens that a cycle can add, and depth that a tree can have
+MAX_PATH = 8  # tokens that a cycle can add, and depth that a tree with branches can have
+MAX_CHAIN = 32  # nodes of a chain
 # slots of the draft's scratch: a capture runs a pass several times
 DRAFT_SLOTS = 4 * (MAX_WIDTH + 1)
 
@@ -402,7 +404,7 @@ class SyntheticCycles:
         self._random = torch.Generator().manual_seed(0)
         self._prompt: list[int] = []
         self.root = self._tokens(1)[0]
-        self._branching = min(CHILDREN, target.vocab_size)
+        self._branching = 1 if target.paths else min(CHILDREN, target.vocab_size)
         self._verified: dict[int, TokenTree] = {}  # created once, because captures read them
         self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
         self.end()  # clear the caches of an earlier generation
@@ -410,14 +412,11 @@ class SyntheticCycles:
         self._reserve(max_context)
 
     def plan(self, plan: MeasuringPlan) -> MeasuringPlan:
-        """Return the plan, with verifications of a driver's one size where there is a driver."""
-        return (
-            plan
-            if self.driver is None
-            else MeasuringPlan(
-                (min(self.driver.budget, MAX_NODES),) * len(plan.widths), plan.widths
-            )
-        )
+        """Return the plan, with verifications of a driver's one size where there is a driver, and of short chains."""
+        if self.driver is not None:
+            return plan._replace(nodes=(min(self.driver.budget, MAX_NODES),) * len(plan.widths))
+        most = MAX_CHAIN if self.target.paths else MAX_NODES
+        return plan._replace(nodes=tuple(count for count in plan.nodes if count <= most))
 
     def begin(self, context: int) -> float:
         """Fill both caches with `context` tokens. Return the seconds that it took."""
@@ -437,7 +436,8 @@ class SyntheticCycles:
         root, step = self._draft(width)
         verify, (_, features) = self._timed(self._verification(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
-        return CycleTimes(root, step, verify, commit)
+        # of paths, every cycle here runs the accepted one again, as few others do
+        return CycleTimes(root, step, verify, 0.0 if self.target.paths else commit)
 
     def star(self, nodes: int, *, alike: bool) -> tuple[float, float]:
         """Verify a root and its children, whose tokens are one and the same or differ.

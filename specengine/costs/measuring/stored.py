@@ -144,8 +144,11 @@ def _write(key: dict[str, Any], stored_costs: _Kept) -> str | None:
     """Write the file. Return the reason if that fails."""
     try:
         file = path(key)
-        costs = stored_costs.costs.to_dict()
-        content = {"key": key, "when": int(stored_costs.when), "costs": costs}
+        content = {
+            "key": key,
+            "when": int(stored_costs.when),
+            "costs": stored_costs.costs.to_dict(),
+        }
         write_whole(file, json.dumps(content, indent=1) + "\n")
     except CacheFolderError as error:
         return str(error)
@@ -165,6 +168,7 @@ def identity(
     driver: of the engine that runs them on a CUDA device, if it captures graphs; elsewhere it makes no difference.
     """
     lm: Any = getattr(target, "lm", None)
+    on_cuda = target.device.type == "cuda"
     return {
         "model": target.name or type(target).__name__,
         "parameters": getattr(lm, "parameters", None),
@@ -178,7 +182,7 @@ def identity(
             for parameter in module.parameters()
         ),
         "draft head": _head(drafter),
-        "device": device_name(target.device),
+        "device": torch.cuda.get_device_name(target.device) if on_cuda else processor_name(),
         "dtype": str(getattr(target, "dtype", None)).removeprefix("torch."),
         "backend": target.backend,
         "packed": getattr(lm, "packed", None),
@@ -189,7 +193,8 @@ def identity(
         "transformers": transformers.__version__,
         "specengine": _version(),
         **({"experts": "counted"} if count_experts(target) else {}),
-        **(_on_cuda(None if drafter is None else driver) if target.device.type == "cuda" else {}),
+        **({"trees": "chains"} if target.paths else {}),
+        **(_on_cuda(None if drafter is None else driver) if on_cuda else {}),
     }
 
 
@@ -212,11 +217,6 @@ def _driver_version() -> str:
     supports = getattr(torch._C, "_cuda_getDriverVersion", None)
     numbers = (word for word in words if word.replace(".", "").isdigit())
     return next(numbers, "") or str(supports() if supports is not None else "")
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU or processor, as far as the system knows it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def digest(facts: dict[str, Any]) -> str:

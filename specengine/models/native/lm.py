@@ -41,7 +41,6 @@ from specengine.models.families import Routes, Shape
 from specengine.models.kv_cache import (
     CachedTarget,
     CacheLayout,
-    HybridCache,
     KVCache,
     Logits,
     Rows,
@@ -159,10 +158,8 @@ class NativeLM:
         family = family_of(self.config)
         attention, keeps = family.attention_of(self.config), self.packing.keeps
         slabs = tuple((attention.kept(count), *kind) for kind, count in keeps.items())
-        layout = CacheLayout(slabs, self.dtype)
-        if not family.recurrence(self.config):
-            return KVCache(layout, capacity)
-        return HybridCache(layout, capacity, self.packing.decoder.memory())
+        states = [self.packing.decoder.memory()] if family.recurrence(self.config) else []
+        return KVCache(CacheLayout(slabs, self.dtype), capacity, states)
 
     def require_same(self) -> None:
         """Raise UnsupportedModelError if a loaded model has changed in more than the values of its weights."""
@@ -299,8 +296,8 @@ class NativeLM:
                 None if best is None else best.logits,
                 self.shape.layers if layers is None else layers,
                 team.get() or torch.get_num_threads(),
-                cache.memory,
-                0 if cache.memory is None else cache.length,
+                next(iter(cache.states), None),
+                cache.length if cache.states else 0,
                 added,
                 routing,
             )
@@ -364,7 +361,7 @@ class NativeLM:
         best = torch.empty(len(tokens), count, dtype=torch.int64, device="cpu") if count else None
         values = torch.empty(len(tokens), count, **plain) if count else None
         starts, prefixes, words = zip(*(rows.seen for rows in batch), strict=True)
-        memories = [rows.cache.memory for rows in batch if rows.cache.memory is not None]
+        memories = [memory for rows in batch for memory in rows.cache.states]
         with self._turn:
             self.packing.decoder.forward_lanes(
                 tuple(rows.positions.clamp(max=self.max_context - 1) for rows in batch),
@@ -735,7 +732,7 @@ class NativeTarget(CachedTarget):
         return None if before is None or last is None else torch.cat([before, last])
 
     def _after_mark(self, tokens: int) -> int:
-        return MARKED_BEFORE if self.cache.memory is not None and tokens >= LONG_PROMPT else 0
+        return MARKED_BEFORE if self.cache.states and tokens >= LONG_PROMPT else 0
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         rows = self._run(tree, greedy=False)
@@ -858,7 +855,7 @@ class LaneTarget(NativeTarget):
         """Return how many of the first `tokens` another cache holds that can be copied."""
         return (
             0
-            if self.cache.memory is not None or other._version != self.lm.version
+            if self.cache.states or other._version != self.lm.version
             else common_prefix(other.tokens, tokens)
         )
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from specengine import ops
 from specengine.costs import ASSUMED, PassCosts, find_costs
 from specengine.ops import Drafted, Limits, Nodes
 from specengine.ops.select import Step
-from specengine.ops.tree import Beside, TokenTree
+from specengine.ops.tree import Beside, Free, TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy, require, require_minimum
 from specengine.policies.auto.costs import CostModel
 from specengine.policies.auto.pacing import Pace
@@ -149,16 +150,11 @@ class Auto(TreePolicy):
         """Return the root if its pass pays or is due, else nothing."""
         if (trained := tree.origin == "draft") is not state.trained:
             state.enter(self._group, trained)
-        free = _source(tree) if ops.is_free(tree.size) else None
-        bounds = self.budget, math.log(MIN_FREE_PASS)
-        pays = (
-            ops.number(
-                ops.start_search(tree.arrays, tree.size, state.bound, self.rounds, free, bounds)
-            )
-            > 0
-        )
+        free = self._free(tree) if ops.is_free(tree.size) else None
+        covered = self.budget, math.log(MIN_FREE_PASS)
+        pays = ops.start_search(tree.arrays, tree.size, state.bound, self.rounds, free, covered)
         skipped = ops.number(state.skipped)
-        drafts = pays | (skipped >= self.patience)
+        drafts = (ops.number(pays) > 0) | (skipped >= self.patience)
         if isinstance(drafts, Tensor):
             state.skipped.copy_(torch.where(drafts, 0, skipped + 1))
         else:
@@ -170,15 +166,17 @@ class Auto(TreePolicy):
         drafted = step.unmixed or Drafted(step.logits, step.token_ids, step.normalized, step.marks)
         if not drafted.logits.shape[0]:
             return self._first(tree, state)
-        return ops.grow_likely(
-            tree.arrays, tree.counters, frontier, drafted, state.bound, self._limits
-        )
+        limits = self._limits._replace(budget=1) if self._costs.base.chains else self._limits
+        return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, state.bound, limits)
 
     def keep(self, tree: TokenTree) -> Nodes:
         state = self._state[tree.device]
-        free = LEAVES, MAX_FREE, math.log(MIN_FREE)
+        chains = (
+            self._costs.base.chains
+        )  # what was drafted is learnt from; more of one path costs nothing
+        free = (1, self.max_passes, -math.inf) if chains else (LEAVES, MAX_FREE, math.log(MIN_FREE))
         return ops.keep_likely(
-            tree.arrays, tree.size, state.bound, _source(tree), free, self.budget
+            tree.arrays, tree.size, state.bound, self._free(tree), free, self.budget
         )
 
     def learn(self, outcome: Outcome) -> None:
@@ -251,6 +249,13 @@ class Auto(TreePolicy):
 
     # ---- its parts
 
+    def _free(self, tree: TokenTree) -> Source:
+        """Return where ops ask for continuations that need no draft pass: one path of them where trees are chains."""
+        if tree.free is None or (isinstance(tree.free, Beside) and not self._costs.base.chains):
+            return tree.free
+        below = likeliest_path if self._costs.base.chains else tree.free
+        return lambda nodes, *most: below(tree, Nodes(*nodes), *most)
+
     def _start(self, device: torch.device) -> DeviceSearch:
         costs = self._costs
         widths = torch.tensor(
@@ -278,11 +283,11 @@ class Auto(TreePolicy):
                 state.price(tables, costs.base.overhead, experts)
 
 
-def _source(tree: TokenTree) -> Source:
-    """Return where ops ask for continuations that need no draft pass."""
-    free = tree.free
-    return (
-        free
-        if free is None or isinstance(free, Beside)
-        else lambda nodes, *most: free(tree, Nodes(*nodes), *most)
-    )
+def likeliest_path(tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+    """Return up to `most` continuations that need no draft pass, each the likeliest below the one before."""
+    assert tree.free is not None
+    grown, steps = tree.to(tree.device), list[Free]()
+    while len(steps) < most and (step := tree.free(grown, nodes, 1, least)) and step.tokens:
+        nodes = grown.graft(step.parents, step.tokens, step.log_probs)
+        steps.append(step)
+    return Free(*(list(chain(*parts)) for parts in zip(*steps, strict=True))) if steps else None

@@ -133,6 +133,7 @@ class CostModel:
             took = (
                 seconds.verify
                 + seconds.walk
+                + (seconds.commit if self.base.chains else 0.0)
                 - (0.0 if self.experts is None else self.experts.extra)
             )
         else:
