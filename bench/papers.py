@@ -538,6 +538,9 @@ def main(argv: list[str] | None = None) -> int:
     except SpecEngineError as error:
         print(f"bench.papers: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("bench.papers: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     records = [record for name, record in bench.done.items() if name in steps]
     for table in (claim_table(records), *set_tables(records)):
         print(f"\n{table.markdown()}")

@@ -217,7 +217,12 @@ SIMILAR = 0.6  # cutoff of difflib's ratio
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: `; did you mean NAME?`, or "" if no name is similar."""
+    """Return the end of a message about an unknown name: `; did you mean NAME?`, or "" if no name is similar.
+
+    For a file of Python, which names no class, it says how to name one.
+    """
+    if isinstance(name, str) and name.endswith(".py"):
+        return f"; for a class of that file write {name}:CLASS"
     options = {_bare(option): option for option in known}
     bare = _bare(name) if isinstance(name, str) else ""
     others = [option for option in ELSEWHERE.get(bare, ()) if option in options]
@@ -242,9 +247,9 @@ def require_options(options: Iterable[str], accepted: Iterable[str], owner: str 
     names = list(accepted)
     for name in options:
         if name not in names:
-            listed = ", ".join(names) or "(none)"
             raise InputError(
-                f"{owner}unknown option {shown(name)}, known are {listed}{did_you_mean(name, names)}"
+                f"{owner}unknown option {shown(name)}, known are {', '.join(names) or '(none)'}"
+                f"{did_you_mean(name, names)}"
             )
 
 

@@ -19,7 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from specengine.errors import InputError, did_you_mean, require_options, require_value, shown
+from specengine.errors import (
+    InputError,
+    did_you_mean,
+    require_known,
+    require_options,
+    require_value,
+    shown,
+)
 
 # a folder in that of a package, whose files are variants of the package too
 BASELINES = "baselines"
@@ -71,9 +78,9 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
         if name in offered:
             return _of_plugin(base, offered[name], field)
         accepted = [*sorted(modules), *sorted(offered)]
-        listed = ", ".join(accepted)
         raise InputError(
-            f"{field}: unknown name {shown(name)}, known are {listed}{did_you_mean(name, accepted)}"
+            f"{field}: unknown name {shown(name)}, known are {', '.join(accepted)}"
+            f"{did_you_mean(name, accepted)}"
         )
     module = importlib.import_module(f"{package.__name__}{modules[name]}")
     classes = [
@@ -121,7 +128,13 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
             raise InputError(
                 f"{field}: {file} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-    return _checked(base, getattr(module, cls, None), f"{field}: {name}", f"{file} has")
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and (key == cls or value.__module__ == full)
+    }
+    variant = require_known(f"{field}: {file}", cls, classes)
+    return _checked(base, variant, f"{field}: {name}", f"{file} has")
 
 
 def _of_plugin(base: type[T], point: metadata.EntryPoint, field: str) -> type[T]:
@@ -185,8 +198,9 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
             raise ValueError
         return expected(value)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        wanted_name = getattr(expected, "__name__", str(expected))
-        raise InputError(f"{field}: got {shown(value)}, expected {wanted_name}") from error
+        raise InputError(
+            f"{field}: got {shown(value)}, expected {getattr(expected, '__name__', expected)}"
+        ) from error
 
 
 # ---- values of numpy and torch as Python's own

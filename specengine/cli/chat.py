@@ -3,9 +3,7 @@
 import argparse
 import contextlib
 import json
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,13 +32,14 @@ TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "
 
 
 def run(arguments: argparse.Namespace) -> int:
-    interactive = sys.stdin.isatty()
     given.generation_options(arguments)  # which checks them before anything is loaded
     recipe = given.recipe(arguments)
     engine = recipe.load()
-    waits = learn.beside(recipe, lambda: not engine.is_busy)
-    with waits, given.open_trace(arguments, engine) as trace:
-        Chat(engine, arguments, trace, interactive=interactive).run()
+    with (
+        learn.beside(recipe, lambda: not engine.is_busy),
+        given.open_trace(arguments, engine) as trace,
+    ):
+        Chat(engine, arguments, trace, interactive=sys.stdin.isatty()).run()
     return 0
 
 
@@ -61,11 +60,9 @@ class Chat:
             trace,
             interactive,
         )
-        self.session = engine.session(given.messages(arguments))
         self.markdown = Markdown.where_wanted(arguments.markdown, interactive=interactive)
         self.answers: list[Stats] = []
-        self.cut: list[int] = []  # prompt and answer, where the last one ended by its length
-        self.read = 0  # tokens of the last prompt and its answer
+        self._begin(given.messages(arguments))
         self.commands = {
             "/help": self._help,
             "/reset": self._reset,
@@ -77,6 +74,11 @@ class Chat:
             "/save": self._save,
             "/load": self._load,
         }
+
+    def _begin(self, messages: list[dict[str, str]]) -> None:
+        self.session = self.engine.session(messages)
+        self.cut: list[int] = []  # prompt and answer, where the last one ended by its length
+        self.read = 0  # tokens of the last prompt and its answer
 
     def run(self) -> None:
         if self.interactive:
@@ -162,13 +164,14 @@ class Chat:
     # ---- commands
 
     def _help(self, rest: str) -> None:
-        say(textwrap.fill(CHAT_COMMANDS, shutil.get_terminal_size().columns))
+        say(CHAT_COMMANDS)
 
     def _more(self, rest: str) -> None:
         if not self.cut:
             raise InputError("more: the last answer was not cut")
-        turn = TextGeneration(self.engine, self.cut, self._options(), reuse_cache=True)
-        self.session.messages[-1]["content"] += self._show(turn)
+        self.session.messages[-1]["content"] += self._show(
+            TextGeneration(self.engine, self.cut, self._options(), reuse_cache=True)
+        )
 
     def _last(self, command: str) -> str:
         """Take the last message of the user and what follows out of the conversation. Return its text."""
@@ -182,7 +185,7 @@ class Chat:
         return text
 
     def _reset(self, rest: str) -> None:
-        self.session, self.cut = self.engine.session(given.messages(self.arguments)), []
+        self._begin(given.messages(self.arguments))
         say("The conversation starts over.")
 
     def _set(self, rest: str) -> None:
@@ -268,7 +271,7 @@ class Chat:
         messages = _messages(file)
         if messages is None:
             raise InputError(f"load: {file} holds no conversation that /save wrote")
-        self.session, self.cut = self.engine.session(messages), []
+        self._begin(messages)
         say(f"The conversation of {file} goes on after {len(messages)} messages.")
 
 

@@ -167,7 +167,7 @@ def model_facts(name: str, engine: Engine) -> dict[str, Any]:
         "vocabulary": target.vocab_size,
         "attention": target.lm.attention,
         **({"layers run as": target.lm.modules} if isinstance(target, HuggingFaceTarget) else {}),
-        "packed weights": target.lm.packed,
+        "packed copy": target.lm.packed,
         "chat template": bool(getattr(engine.tokenizer, "chat_template", None)),
     }
 

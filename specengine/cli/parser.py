@@ -94,7 +94,7 @@ def key_value(text: str) -> tuple[str, str]:
 
 def policy(text: str) -> str:
     """Return the name of a policy, NAME/PRESET, that of a plug-in, or FILE.py:CLASS; the last two are read later."""
-    name = text.partition("/")[0]
+    name = text if text.endswith(".py") else text.partition("/")[0]
     if not registry.is_file(text) and name not in POLICIES:
         known = (*POLICIES, *sorted(registry.plugins("specengine.policies")))
         if name not in known:

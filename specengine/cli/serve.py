@@ -144,11 +144,11 @@ def read_template(file: Path | None) -> str | None:
 
 def read_keys(file: Path) -> list[str]:
     """Return the keys of a file, one a line; InputError for a line that is none, and for a file without any."""
-    lines = (given.read_option("api_key_file", file) or "").splitlines()
+    lines = (given.read_option("api_key_file", file) or "").expandtabs().splitlines()
     keys = {
-        f"api_key_file: {file}, line {number}": line.strip()
+        f"api_key_file: {file}, line {number}": key
         for number, line in enumerate(lines, start=1)
-        if line.strip() and not line.lstrip().startswith("#")
+        if (key := f" {line}".partition(" #")[0].strip())
     }
     for place, key in keys.items():
         require_key(place, key)

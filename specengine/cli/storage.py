@@ -136,8 +136,9 @@ def _of_the_hub() -> Iterator[Kept]:
 
 def _bytes(path: Path) -> int:
     """Return the bytes of a folder's files; those that links lead to are somebody else's."""
-    files = (file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
-    return sum(file.stat().st_size for file in files)
+    return sum(
+        file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink()
+    )
 
 
 def _size(count: int) -> str:

@@ -10,7 +10,9 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +71,10 @@ def as_json(
 
 
 def say(line: str) -> None:
-    """Write one line to standard error."""
+    """Write one line, or several, to standard error. At a terminal they are broken between words."""
+    if sys.stderr.isatty():
+        fill = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_on_hyphens=False).fill
+        line = "\n".join(map(fill, line.split("\n")))
     print(line, file=sys.stderr, flush=True)
 
 
@@ -210,7 +215,8 @@ class Markdown:
     """Draws the text of one answer after the other.
 
     A block that has ended stays; the last one is drawn anew, as far as the window holds it. What a taller one has
-    scrolled out of the window stays as well.
+    scrolled out of the window stays as well, and so does the window's first line: terminals such as tmux keep a
+    window that is cleared from there, and the lines would stand above twice.
     """
 
     def __init__(self, file: Any = None) -> None:
@@ -265,7 +271,7 @@ class Markdown:
         up = f"\x1b[{self._shown}A" if self._shown else ""
         self._console.file.write("".join([f"\r{up}\x1b[J" * self._redraws, *lines]))
         self._console.file.flush()
-        self._shown = min(len(lines), self._console.height - 1)
+        self._shown = min(len(lines), max(0, self._console.height - 2))
         self._scrolled += len(lines) - self._shown
 
 

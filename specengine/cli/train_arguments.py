@@ -83,9 +83,11 @@ DEFAULT_RECIPE = "cpu-small"
 def add_train(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     for name, (add_to, text, folder) in PARTS.items():
-        keeps_lines = argparse.RawDescriptionHelpFormatter  # of the listing at the end
         command = commands.add_parser(
-            name, help=text, description=text, formatter_class=keeps_lines
+            name,
+            help=text,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # for the listing at the end
         )
         command.set_defaults(run=f"specengine.cli.train:run_{name}", goes_on="folder")
         declare(command, {"folder": file(folder, "FOLDER")})

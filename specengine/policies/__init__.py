@@ -177,9 +177,9 @@ def make(name: str, /, **options: Any) -> TreePolicy:
 
 
 def split_preset(name: str) -> tuple[str, str]:
-    """Return NAME[/PRESET] as two; the folders in FILE.py:CLASS[/PRESET] are no presets."""
+    """Return NAME[/PRESET] as two; the folders in FILE.py[:CLASS[/PRESET]] are no presets."""
     file, colon, rest = name.rpartition(":") if registry.is_file(name) else ("", "", name)
-    name, _, preset = rest.partition("/")
+    name, _, preset = (rest, "", "") if rest.endswith(".py") else rest.partition("/")
     return file + colon + name, preset
 
 

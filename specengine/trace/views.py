@@ -52,7 +52,7 @@ def _plain(text: str) -> str:
 def cycle_lines(cycle: TracedCycle, *, pruned: bool = False) -> Iterator[str]:
     """Yield the tree of a cycle, one node per line: probability of edge and path, mark, branches, text.
 
-    pruned: show each pruned node. Otherwise several pruned children of a node share a line.
+    pruned: show each pruned node. Otherwise the pruned children of a node share a line, with what is below them.
     """
     yield (
         f"{len(cycle.tokens) - 1} drafted in {cycle.passes} passes, {len(cycle.kept)} verified with the root, "
@@ -82,7 +82,7 @@ def _below(
 ) -> Iterator[tuple[int, str, str]]:
     """Yield the lines below `node` as entries of the stack. Lines that are not nodes have the number -1."""
     hidden = [child for child in cycle.children[node] if cycle.states[child] == PRUNED]
-    folded = len(hidden) > 1 and not pruned
+    folded = not pruned and (len(hidden) > 1 or any(cycle.children[child] for child in hidden))
     shown = [child for child in cycle.children[node] if not (folded and child in hidden)]
     has_own = cycle.has_own and node == cycle.accepted[-1]
     lines = len(shown) + has_own + folded

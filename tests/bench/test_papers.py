@@ -248,6 +248,17 @@ def test_what_is_done_is_not_run_again(
     assert capsys.readouterr().out.count(CONFIRMED) == len(CLAIMS)
 
 
+def test_ctrl_c_says_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(bench: Bench) -> Found:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(papers, "CLAIMS", {"talon": CLAIMS["talon"]._replace(run=run)})
+    assert papers.main([str(tmp_path), "--quick", "--claim", "talon"]) == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+
+
 def test_what_is_timed_is_left_out_beside_other_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,3 +310,22 @@ def test_a_long_prompt_is_said_to_be_read(folder: str, capsys: Any, monkeypatch:
     assert "reading" not in capsys.readouterr().err
     talk._answer("x" * 300)
     assert re.search(r"reading 3\d\d tokens\r\x1b\[K\(", capsys.readouterr().err)
+    talk._reset("")
+    talk._answer("y" * 300)
+    assert re.search(r"reading 3\d\d tokens", capsys.readouterr().err), "counted anew"
+
+
+def test_lines_are_broken_between_words(folder: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    talk = of(folder)
+    talk._command("/exitt")
+    talk._answer("hello")
+    talk._stats("")
+    lines = capsys.readouterr().err.split("\n")
+    assert max(map(len, lines)) <= 40
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    talk._command("/exitt")
+    whole = capsys.readouterr().err
+    assert whole.count("\n") == 1
+    assert " ".join(lines).startswith(" ".join(whole.split()))

@@ -61,7 +61,7 @@ def test_inspect_json_describes_a_model(folder: str, capsys: Any) -> None:
         2048,
     )
     assert 1 <= model["answers at once"] <= 8
-    assert (model["attention"], model["packed weights"], model["chat template"]) == (
+    assert (model["attention"], model["packed copy"], model["chat template"]) == (
         "native",
         False,
         True,

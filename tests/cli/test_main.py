@@ -111,6 +111,7 @@ def test_who_waits_at_a_terminal_is_told_what_is_loading(
     assert main(given) == 0
     assert "Loading" not in capsys.readouterr().err, "a file or a pipe is told nothing"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "500")
     assert main(given) == 0
     assert capsys.readouterr().err.startswith(f"Loading {folder}, {folder}\n")
     assert main(["doctor", "--inspect", "--json"]) == 0

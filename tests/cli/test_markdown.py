@@ -142,6 +142,9 @@ class Window(Terminal):
             top = max(0, len(self.lines) - HEIGHT)
             self.row = max(top, self.row - int(command[2:-1]))
         elif command == "\x1b[J":
+            if self.column == 0 and self.row == len(self.lines) - HEIGHT:
+                self.row += HEIGHT  # tmux keeps a window that is cleared from its first place
+                self.lines += [""] * HEIGHT
             del self.lines[self.row + 1 :]
             self.lines[self.row] = self.lines[self.row][: self.column]
         elif command == "\r":

@@ -142,10 +142,8 @@ def test_faults_of_files_are_told(files: Path) -> None:
     (files / "other.py").write_text("class Other: pass")
     for name, message in (
         ("none.py:Comb", "there is no file .*none.py"),
-        (
-            "comb.py:Comp",
-            r"comb.py has None, accepted a subclass of specengine.policies.TreePolicy",
-        ),
+        ("comb.py:Comp", r"comb.py: got 'Comp', accepted Comb; did you mean Comb\?"),
+        ("comb.py", r"unknown name '.*; for a class of that file write .*comb.py:CLASS"),
         ("other.py:Other", r"other.py has class Other, accepted a subclass"),
         ("half.py:Comb", "half.py cannot be loaded: SyntaxError: invalid syntax"),
         ("comb.py:Comb/wide", "unknown preset 'wide'"),
@@ -177,6 +175,9 @@ def test_the_command_line_and_ways_take_both(
     with pytest.raises(SystemExit):
         main(["generate", "hi", "--policy", "comb-plug"])
     assert "did you mean comb-plugin?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--policy", "./comb.py"])
+    assert "for a class of that file write ./comb.py:CLASS" in capsys.readouterr().err
 
 
 def test_inspect_lists_plug_ins_that_can_be_loaded(

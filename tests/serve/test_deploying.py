@@ -67,6 +67,11 @@ def test_a_file_holds_a_key_a_line(
     assert settings("--api-key-file", str(file)).api_keys == tuple(keys)
 
 
+def test_a_comment_may_stand_behind_a_key(tmp_path: Path) -> None:
+    file = write(tmp_path / "keys", "key-a # laptop\n\tkey#b\t# phone\n  # nobody's\n")
+    assert settings("--api-key-file", str(file)).api_keys == ("key-a", "key#b")
+
+
 def test_keys_of_a_file_join_those_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,15 @@ def test_a_tree_in_the_terminal() -> None:
     ]
 
 
+def test_a_pruned_chain_is_one_line() -> None:
+    chain = dataclasses.replace(TREE, parents=[-1, 0, 0, 1, 1, 2, 5])
+    assert "\n".join(cycle_lines(chain)).splitlines()[-3:-1] == [
+        " 0.250    0.250  × └ 'b\\n' 2",
+        "                 ·   └ 1 pruned, the best 'e' 0.250",
+    ]
+    assert any(line.endswith("'f' 6") for line in cycle_lines(chain, pruned=True))
+
+
 def test_every_pruned_node_on_request() -> None:
     lines = list(cycle_lines(TREE, pruned=True))
     assert lines[-1] == LEGEND

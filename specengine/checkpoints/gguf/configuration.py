@@ -205,9 +205,8 @@ def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dic
         )
     tokens = fields.file.metadata.get("tokenizer.ggml.tokens", [])
     if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
-        rows = embedding.shape[0]
         raise CheckpointError(
-            f"{fields.file.path}: {_EMBEDDING} has {rows} rows for {len(tokens)} tokens"
+            f"{fields.file.path}: {_EMBEDDING} has {embedding.shape[0]} rows for {len(tokens)} tokens"
         )
     count = len(fields.file.tensors)
     if not 0 < layers <= blocks <= count:
