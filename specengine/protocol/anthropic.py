@@ -12,7 +12,7 @@ from specengine.protocol.messages import Body, text_at, text_of_part, without_em
 from specengine.protocol.parts import Part, Thought
 from specengine.protocol.problems import refused
 from specengine.protocol.replies import OneReply, sse
-from specengine.protocol.requests import MAX_TOKENS, ChatRequest, Sampling, WithTools, base_of
+from specengine.protocol.requests import MAX_TOKENS, ChatRequest, WithTools, base_of
 from specengine.protocol.tools import ToolCall
 
 Blocks = str | list[dict[str, Any]]
@@ -216,13 +216,8 @@ class MessagesReply(OneReply):
     ping = sse({"type": "ping"}, "ping")
     path = "/v1/messages"
 
-    def __init__(
-        self, body: MessagesRequest, request: Sampling, model: str, tokenizer: Any
-    ) -> None:
-        super().__init__(body, request, model, tokenizer)
-        self._id = f"msg_{uuid.uuid4().hex}"
-        self._open: type | None = None  # kind of the block that grows
-        self._count = 0  # of blocks
+    _open: type | None = None  # kind of the block that grows
+    _count = 0  # of blocks
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         answer = answers[0]
@@ -274,7 +269,7 @@ class MessagesReply(OneReply):
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": self.model,

@@ -92,9 +92,3 @@ DIALECTS: dict[str, Dialect] = {
         "Go on with a text, as llama.cpp does",
     ),
 }
-COUNTING: Dialect = Dialect(
-    anthropic.CountRequest,
-    anthropic.chat_of,
-    anthropic.MessagesReply,
-    anthropic.NAMES,  # which has no answer to tell
-)

@@ -1,5 +1,6 @@
 """The messages of a conversation, as clients send them and send them back."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -78,16 +79,11 @@ class FunctionCall(Body, extra="ignore"):
     @property
     def parsed(self) -> Any:
         """Return the arguments as templates read them."""
-        arguments = self.arguments
-        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-            return {}
-        if not isinstance(arguments, str):
-            return arguments
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-        return read if isinstance(read, dict) else arguments
+        read: Any = {} if self.arguments is None else self.arguments
+        if isinstance(read, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                read = json.loads(read.strip() or "{}")
+        return read if isinstance(read, dict) else self.arguments
 
 
 class ToolCallGiven(Body, extra="ignore"):

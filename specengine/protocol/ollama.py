@@ -135,11 +135,13 @@ NAMES = {
 
 
 def chat_of(body: ChatBody) -> ChatRequest:
-    fields: dict[str, Any] = {
-        "messages": [_message(turn) for turn in body.messages],
-        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
-    }
-    return ChatRequest.model_validate(_chat_fields(body) | fields)
+    return ChatRequest.model_validate(
+        _chat_fields(body)
+        | {
+            "messages": [_message(turn) for turn in body.messages],
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+        }
+    )
 
 
 def generation_of(body: GenerateBody) -> Sampling:
@@ -167,9 +169,12 @@ def is_empty(body: _Asked) -> bool:
 
 def loaded(body: _Asked, model: str) -> dict[str, Any]:
     """Return the answer to a request that asks for nothing."""
-    fields: dict[str, Any] = {"message": {"role": "assistant", "content": ""}}
-    kind = fields if isinstance(body, ChatBody) else {"response": ""}
-    return {"model": model, "created_at": now(), **kind, "done": True, "done_reason": "load"}
+    nothing: Mapping[str, Any] = (
+        {"message": {"role": "assistant", "content": ""}}
+        if isinstance(body, ChatBody)
+        else {"response": ""}
+    )
+    return {"model": model, "created_at": now(), **nothing, "done": True, "done_reason": "load"}
 
 
 def _message(turn: Turn) -> dict[str, Any]:
@@ -193,9 +198,11 @@ def _fields(body: _Asked) -> dict[str, Any]:
         raise RequestError(
             400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format"
         )
-    schema = {"type": "json_schema", "schema": body.format}
-    if not isinstance(body.format, dict):
-        schema = {"type": "json_object" if body.format else "text"}
+    schema = (
+        {"type": "json_schema", "schema": body.format}
+        if isinstance(body.format, dict)
+        else {"type": "json_object" if body.format else "text"}
+    )
     return {name: getattr(options, name) for name in _SAMPLED} | {
         "model": body.model,
         "response_format": schema,
@@ -252,10 +259,12 @@ class OllamaReply(OneReply):
             for call in calls
         ]
         extra = without_empty({"thinking": thoughts, "tool_calls": called})
-        fields: Mapping[str, Any] = {"response": text, **extra}
-        if isinstance(self.body, ChatBody):
-            fields = {"message": {"role": "assistant", "content": text, **extra}}
-        return {"model": self.model, "created_at": now(), **fields} | without_empty(
+        content: Mapping[str, Any] = (
+            {"message": {"role": "assistant", "content": text, **extra}}
+            if isinstance(self.body, ChatBody)
+            else {"response": text, **extra}
+        )
+        return {"model": self.model, "created_at": now(), **content} | without_empty(
             {"logprobs": rated}
         )
 

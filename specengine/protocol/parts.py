@@ -1,7 +1,8 @@
 """The parts of an answer in any protocol: text, calls of tools, and thoughts between `<think>` and `</think>`."""
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,59 +38,33 @@ class ThoughtReader:
     """
 
     def __init__(self, separates: bool = True) -> None:
-        self._rest = ""
-        self._state = "before" if separates else "text"
-        self._thought = False  # whether there was any text in the thoughts
+        self._text = ""  # up to the text that follows the thoughts
+        self._opened = False  # before the answer
+        self._told = 0  # characters of the thoughts
+        self._answers = not separates
 
     def begin(self, prompt: Sequence[int], tokenizer: Any) -> None:
         """Take the prompt, which may open the thoughts of the answer."""
-        if self._state == "before" and tokenizer is not None and prompt_thinks(prompt, tokenizer):
-            self._state = "inside"
+        self._opened = tokenizer is not None and prompt_thinks(prompt, tokenizer)
 
-    def push(self, text: str) -> list[str | Thought]:
-        self._rest += text
-        parts: list[str | Thought] = []
-        if self._state == "before":
-            begun = self._rest.lstrip()
-            if begun.startswith(OPENING):
-                self._state, self._rest = "inside", begun[len(OPENING) :]
-            elif OPENING.startswith(begun):
-                return parts  # it may come
-            else:
-                self._state = "text"
-        if self._state == "inside":
-            thought, closing, behind = self._rest.partition(CLOSING)
-            if closing:
-                self._state, self._rest = "behind", behind
-            else:
-                keep = held_back(thought, [CLOSING])
-                thought = thought[: len(thought) - keep].rstrip()
-                self._rest = self._rest[len(thought) :]
-            self._think(parts, thought.rstrip())
-        if self._state == "behind":
-            self._rest = self._rest.lstrip()
-            if self._rest:
-                self._state = "text"
-        if self._state == "text" and self._rest:
-            parts.append(self._rest)
-            self._rest = ""
-        return parts
+    def push(self, text: str, ended: bool = False) -> list[str | Thought]:
+        """Return what is certain of the answer with this text, all of it where it has ended."""
+        if self._answers:
+            return [text] if text else []
+        self._text += text
+        thoughts, answer = self._split(ended)
+        new, self._told = Thought(thoughts[self._told :]), max(self._told, len(thoughts))
+        self._answers = answer != ""
+        return [part for part in (new, answer) if part not in ("", Thought(""))]
 
-    def end(self) -> list[str | Thought]:
-        """Return what was held back."""
-        parts: list[str | Thought] = []
-        if self._state == "inside":
-            self._think(parts, self._rest.rstrip())
-        elif self._rest:
-            parts.append(self._rest)
-        self._rest = ""
-        return parts
-
-    def _think(self, parts: list[str | Thought], text: str) -> None:
-        text = text if self._thought else text.lstrip()
-        if text:
-            self._thought = True
-            parts.append(Thought(text))
+    def _split(self, ended: bool) -> tuple[str, str]:
+        begun = self._text if self._opened else self._text.lstrip()
+        if not (self._opened or begun.startswith(OPENING)):
+            return "", "" if OPENING.startswith(begun) and not ended else self._text
+        thoughts, closing, answer = begun[0 if self._opened else len(OPENING) :].partition(CLOSING)
+        if not (closing or ended):
+            thoughts = thoughts[: len(thoughts) - held_back(thoughts, [CLOSING])]
+        return thoughts.strip(), answer.lstrip()
 
 
 def prompt_thinks(prompt: Sequence[int], tokenizer: Any) -> bool:
@@ -139,14 +114,14 @@ class AnswerParts:
 
     def end(self, reason: str | None = "stop") -> list[Part]:
         """Return what was held back of an answer that ended for this reason (stop or length)."""
-        return self._read(
-            self._thoughts.push(self.stop.end()) + self._thoughts.end()
-        ) + self._tools.end(reason)
+        return self._read(self._thoughts.push(self.stop.end(), ended=True)) + self._tools.end(
+            reason
+        )
 
     def of(self, answer: Completion) -> list[Part]:
         """Return the parts of a whole answer, each kind of text in one."""
         self.begin(answer.prompt_ids)
-        return joined(self.push(answer.text, answer.passed) + self.end(answer.reason))
+        return list(joined(self.push(answer.text, answer.passed) + self.end(answer.reason)))
 
     def reason(self, answer: Completion) -> str:
         """Return stop, length or tool_calls."""
@@ -159,18 +134,14 @@ class AnswerParts:
         return parts
 
 
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts with text joined to text before it, and thoughts to thoughts."""
-    longer: list[Part] = []
-    for part in parts:
-        last = longer[-1] if longer else None
-        if isinstance(part, str) and isinstance(last, str):
-            longer[-1] = last + part
-        elif isinstance(part, Thought) and isinstance(last, Thought):
-            longer[-1] = Thought(last.text + part.text)
+def joined(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield the parts with text joined to text before it, and thoughts to thoughts."""
+    for kind, group in itertools.groupby(parts, type):
+        same = list(group)
+        if kind is ToolCall:
+            yield from same
         else:
-            longer.append(part)
-    return longer
+            yield Thought(thoughts_of(same)) if kind is Thought else text_of_parts(same)
 
 
 def text_of_parts(parts: Sequence[Part]) -> str:

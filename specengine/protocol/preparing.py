@@ -126,10 +126,9 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
         texts = tokenizer(written, **options)["input_ids"] if written else []
         return [*([marks[name]] if name in marks else []), *texts]
 
-    outside: list[int] = []
     start = getattr(tokenizer, "bos_token_id", None)
-    if start is not None and getattr(tokenizer, "add_bos_token", False):
-        outside.append(start)
+    begins = getattr(tokenizer, "add_bos_token", False)
+    outside: list[int] = [start] if start is not None and begins else []
     within: list[int] = []
     if around.others:
         form = next((REPOSITORIES[name] for name in REPOSITORIES if name in marks), SNIPPETS)
@@ -217,9 +216,9 @@ class CheckedRequest:
     @property
     def names(self) -> dict[str, str]:
         """Return the client's names of options and fields that the engine names differently."""
-        prompt = "messages" if isinstance(self.request, ChatRequest) else "prompt"
-        field = "tools" if isinstance(self.request, ChatRequest) else "response_format"
-        field = next(iter(self.request.constraints), field)
+        chat = isinstance(self.request, ChatRequest)
+        prompt, other = ("messages", "tools") if chat else ("prompt", "response_format")
+        field = next(iter(self.request.constraints), other)
         return {
             "prompt": prompt,
             **dict.fromkeys(("json_schema", "json_object", "grammar"), field),

@@ -93,7 +93,7 @@ class ChatLogprobs:
         written = self._texts.written(token)
         return {
             "token": written.decode(errors="replace"),
-            "logprob": bounded(logprob),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(written),
         }
 
@@ -120,7 +120,7 @@ class TextLogprobs:
             self._stream = TextStream(Decoder(self._texts.tokenizer))
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [*unknown, *(bounded(each.logprob) for each in rated)],
+            "token_logprobs": [*unknown, *(max(each.logprob, MIN_LOGPROB) for each in rated)],
             "top_logprobs": [*unknown, *(self._top(each) for each in rated)],
             "text_offset": places,
         }
@@ -128,7 +128,7 @@ class TextLogprobs:
     def _top(self, rated: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, logprob in (*rated.top, (rated.token, rated.logprob)):
-            top.setdefault(self._name(token), bounded(logprob))
+            top.setdefault(self._name(token), max(logprob, MIN_LOGPROB))
         return top
 
     def _name(self, token: int) -> str:
@@ -143,10 +143,6 @@ class TextLogprobs:
         place = self._offset + len(self._stream.rest.rstrip(REPLACEMENT))
         self._offset += len(self._stream.push([token]))
         return place
-
-
-def bounded(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
 
 
 # ---- replies

@@ -141,7 +141,8 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        if len(self.options) > 1 or (self.model_fields_set and not self.options):
+        stated = [getattr(self, name) not in (None, False) for name in type(self).model_fields]
+        if sum(stated) > 1 or (self.model_fields_set and not any(stated)):
             raise ValueError("accepted one of json, regex, choice, grammar, json_object")
         return self
 
@@ -160,13 +161,12 @@ class StructuredOutputs(Body):
             if self.choice is None
             else _lark(" | ".join(json.dumps(text) for text in self.choice)),
         ]
-        constraints: dict[str, Any] = {} if self.json_ is None else {"json_schema": self.json_}
-        for grammar in grammars:
-            if grammar is not None:
-                constraints["grammar" if "grammar" not in constraints else "another grammar"] = (
-                    grammar
-                )
-        return constraints | ({"json_object": True} if self.json_object else {})
+        stated = {
+            "json_schema": self.json_,
+            "grammar": next((each for each in grammars if each is not None), None),
+            "json_object": self.json_object or None,
+        }
+        return {name: value for name, value in stated.items() if value is not None}
 
 
 def _lark(rule: str) -> str:
@@ -399,23 +399,17 @@ class Sampling(Declared, CommonFields, Neutral, Guided):
     )
     policy: Literal["plain"] | None = Field(None, description="plain: decode without the draft")
 
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS or not all(len(text) <= MAX_STOP_LETTERS for text in stops):
-            raise ValueError(
-                f"accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters"
-            )
-        return stop
-
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod
     def _none_by_minus_one(cls, value: int | None) -> int | None:
         return None if value == -1 else value
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Self:
+    def _fits(self) -> Self:
+        if len(self.stops) > MAX_STOPS or any(len(text) > MAX_STOP_LETTERS for text in self.stops):
+            raise ValueError(
+                f"stop: accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters"
+            )
         for name in ("stream_options", "return_cycles"):
             if getattr(self, name) and not self.stream:
                 raise ValueError(f"{name}: only with stream")
@@ -501,14 +495,6 @@ class ChatRequest(WithTools, Sampling, NeutralInChats):
             raise ValueError("got 0, accepted 1 or more")
         return value
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _of_the_template(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = next((name for name in arguments or () if name in NOT_OF_A_TEMPLATE), None)
-        if taken is not None:
-            raise ValueError(f"{taken}: it is not a variable of the template")
-        return arguments
-
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if (
@@ -528,6 +514,11 @@ class ChatRequest(WithTools, Sampling, NeutralInChats):
                 raise ValueError(
                     f"tool_choice: {chosen.function.name!r:.60} is not among the tools"
                 )
+        taken = NOT_OF_A_TEMPLATE.intersection(self.chat_template_kwargs or ())
+        if taken:
+            raise ValueError(
+                f"chat_template_kwargs.{min(taken)}: it is not a variable of the template"
+            )
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: accepted without add_generation_prompt")
         return self

@@ -4,10 +4,21 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from itertools import islice
 from typing import Any, TypeVar
 
 import anyio
+from fastapi import FastAPI
 from prometheus_client import Counter
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -15,12 +26,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
 from specengine.engine import Engine
-from specengine.errors import SpecEngineError
+from specengine.errors import SpecEngineError, shown
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.dialects import Dialect
 from specengine.protocol.preparing import CheckedRequest
-from specengine.protocol.problems import of_error, unavailable
-from specengine.protocol.replies import Reply
+from specengine.protocol.problems import RequestError, of_error, unavailable
+from specengine.protocol.replies import EVENTS, Reply
 from specengine.protocol.requests import CompletionRequest, Sampling
 from specengine.serve.models import Models
 from specengine.serve.worker import Event, Job, Worker, log
@@ -31,9 +42,13 @@ CLIENT_CLOSED_REQUEST = 499
 # schemas and grammars: each waits for a process, some for seconds
 _READ_AT_ONCE = anyio.CapacityLimiter(256)
 PLACE_SECONDS = 0.5  # between two looks at the place in the queue
+STREAM_NAME = "x-stream-id"  # the header in which a request names a stream that is to go on without its client
+KEPT_SECONDS = 60.0  # that such a stream goes on, and can be read, while nobody reads it
+KEPT_EVENTS = 2048  # of each, the latest
+KEPT_STREAMS = 16
 
 
-Coming = tuple[int, Event]  # the place of one of the answers that a request has asked for
+Coming = tuple[int, Piece | Completion]  # the place of one of the answers that a request asks for
 
 
 async def answered(models: Models, dialect: Dialect, body: BaseModel, request: Request) -> Response:
@@ -44,6 +59,7 @@ async def answered(models: Models, dialect: Dialect, body: BaseModel, request: R
     for note in getattr(body, "notes", ()):
         log.warning("%s", note)
     names: Mapping[str, str] = dialect.names
+    outlasts = asyncio.Event()
     try:
         checked = await read_beside(
             asked,
@@ -59,21 +75,23 @@ async def answered(models: Models, dialect: Dialect, body: BaseModel, request: R
             tokenizer = worker.beside and worker.beside.tokenizer
             return dialect.reply(body, asked, worker.settings.name, tokenizer)
 
-        async with contextlib.AsyncExitStack() as stack:
-            coming = await stack.enter_async_context(
-                contextlib.aclosing(events(worker, checked, request))
-            )
-            if not asked.stream:
+        coming = events(worker, checked, request, outlasts)
+        if not asked.stream:
+            async with contextlib.aclosing(coming):
                 return json_response(reply().whole(await _whole(checked, coming)))
-            # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
-            first = await anext(coming)
-            if isinstance(first, tuple) and isinstance(first[1], Exception):
-                raise of_error(first[1], names)
-            stack.pop_all()  # the stream closes it
-            return StreamingResponse(
-                _stream(models.metrics.failed, checked, reply, dialect.reply.ping, first, coming),
-                media_type=dialect.reply.media_type,
-            )
+        # A prompt that is refused is refused with a status: so what comes first is waited for, but not in silence.
+        first = await anext(coming)
+        stream = _stream(models.metrics.failed, checked, reply, dialect.reply.ping, first, coming)
+        key = stream_key(request.headers.get(STREAM_NAME), request)
+        if (
+            STREAM_NAME in request.headers
+            and dialect.reply.media_type == EVENTS
+            and key not in models.streams
+            and len(models.streams) < KEPT_STREAMS
+        ):
+            outlasts.set()
+            stream = KeptStream(stream, models.streams, key).read(0)
+        return StreamingResponse(stream, media_type=dialect.reply.media_type)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except SpecEngineError as error:
@@ -93,12 +111,8 @@ async def _whole(
     answers: dict[int, Completion] = {}
     while len(answers) < len(asked):
         come = await anext(coming)
-        if isinstance(come, tuple):
-            place, event = come
-            if isinstance(event, Exception):
-                raise of_error(event, asked[place].names)
-            if isinstance(event, Completion):
-                answers[place] = event
+        if isinstance(come, tuple) and isinstance(come[1], Completion):
+            answers[come[0]] = come[1]
     return [answers[place] for place in range(len(asked))]
 
 
@@ -119,19 +133,17 @@ async def _stream(
                     yield ping
             elif isinstance(come, int):
                 yield b": %d before\n\n" % come
-            elif isinstance(event := come[1], Exception):
-                problem = of_error(event, asked[come[0]].names)
-                failed.labels(problem.status).inc()
-                yield reply().failed(problem)
-                return
             else:
-                for part in _told(reply(), begun, ended, come[0], event):
+                for part in _told(reply(), begun, ended, *come):
                     yield part
                 if len(ended) == len(asked):
                     for part in reply().finish([ended[place] for place in range(len(asked))]):
                         yield part
                     return
             come = await anext(coming)
+    except RequestError as problem:
+        failed.labels(problem.status).inc()
+        yield reply().failed(problem)
     except ClientDisconnect:
         return
     finally:
@@ -155,23 +167,106 @@ def _told(
         yield from reply.end(place, event)
 
 
+class KeptStream:
+    """A stream that is written until nobody has read it for KEPT_SECONDS, its events numbered from 0.
+
+    streams: where it is kept under `key`; writing: the task that ends when it is kept no longer
+    """
+
+    def __init__(
+        self, stream: AsyncIterator[bytes], streams: dict[Hashable, Any], key: Hashable
+    ) -> None:
+        self._events = deque[bytes](maxlen=KEPT_EVENTS)
+        self._next = 0  # event's number; an empty one is the end
+        self._readers: set[asyncio.Queue[bytes]] = set()
+        streams[key] = self
+        self.writing = asyncio.create_task(self._write(stream))
+        self.writing.add_done_callback(lambda _: streams.pop(key))
+        self._wait()
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the events from which on it can be read."""
+        ended = bool(self._events) and not self._events[-1]
+        return range(self._next - len(self._events), self._next + 1 - ended)
+
+    async def read(self, number: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events from one on, as they come."""
+        inbox = asyncio.Queue[bytes]()
+        for event in islice(self._events, number - self.numbers.start, None):
+            inbox.put_nowait(event)
+        self._readers.add(inbox)
+        self._lapse.cancel()
+        try:
+            while event := await inbox.get():
+                yield event
+        finally:
+            self._readers.remove(inbox)
+            if not self._readers:
+                self._wait()
+
+    def _wait(self) -> None:
+        self._lapse = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.writing.cancel)
+
+    async def _write(self, stream: AsyncIterator[bytes]) -> None:
+        try:
+            async for event in stream:
+                self._add(b"id: %d\n%b" % (self._next, event))
+        finally:
+            self._add(b"")
+        await asyncio.Future()  # it can be read until it is cancelled
+
+    def _add(self, event: bytes) -> None:
+        self._events.append(event)
+        self._next += 1
+        for inbox in self._readers:
+            inbox.put_nowait(event)
+
+
+def add_streams(app: FastAPI, models: Models) -> None:
+    """Add the endpoints of streams that outlast their clients."""
+
+    @app.get("/v1/stream/{name}", summary="A stream whose request has named it in X-Stream-Id")
+    async def stream(name: str, request: Request) -> Response:
+        stream = models.streams.get(stream_key(name, request))
+        last = request.headers.get("last-event-id", "")
+        number = int(last) + 1 if last.isdecimal() and len(last) < 10 else -bool(last)
+        if stream is None or number not in stream.numbers:
+            message = f"name: no stream {shown(name)} is kept for this key, or not the event after Last-Event-ID"
+            raise RequestError(404, message, "name", "stream_not_found")
+        return StreamingResponse(stream.read(number), media_type=EVENTS)
+
+    @app.delete("/v1/stream/{name}", summary="End it, if there is one")
+    async def end(name: str, request: Request) -> Response:
+        if (stream := models.streams.get(stream_key(name, request))) is not None:
+            stream.writing.cancel()
+        return Response(status_code=204)
+
+
+def stream_key(name: str | None, request: Request) -> Hashable:
+    return (name, *(request.headers.get(each) for each in ("authorization", "x-api-key")))
+
+
 async def events(
-    worker: Worker, asked: Sequence[CheckedRequest], request: Request
+    worker: Worker, asked: Sequence[CheckedRequest], request: Request, outlasts: asyncio.Event
 ) -> AsyncGenerator[Coming | int | None, None]:
     """Yield the events of all answers, and None after `ping_seconds` of silence. RequestError, ClientDisconnect.
 
     A request that asks for cycles is told as long as it waits how many answers end before its turn, then None.
     Leaving it early frees the engine, or the places in the queue.
+
+    outlasts: set where they go on when the client has gone
     """
-    inbox: asyncio.Queue[Coming | ClientDisconnect] = asyncio.Queue()
+    inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
     jobs = [_job(each, _who(each, request), place, inbox) for place, each in enumerate(asked)]
     worker.jobs.submit(*jobs)
 
     async def watch() -> None:
         await gone(request.receive)
-        for each in jobs:
-            worker.jobs.cancel(each)
-        inbox.put_nowait(ClientDisconnect())
+        if not outlasts.is_set():
+            for each in jobs:
+                worker.jobs.cancel(each)
+            inbox.put_nowait((0, ClientDisconnect()))
 
     watching = asyncio.create_task(watch())
     ping = jobs[0].asked.settings.ping_seconds
@@ -183,16 +278,18 @@ async def events(
                 async with asyncio.timeout(
                     min(ping, PLACE_SECONDS) if waits else ping
                 ):  # `wait_for` makes a task of every wait
-                    come = await inbox.get()
+                    place, event = await inbox.get()
             except TimeoutError:
                 before = worker.jobs.before(jobs[0]) if waits else None
                 if before is not None or told or not waits:
                     yield before
                 waits = told = before is not None
                 continue
-            if isinstance(come, ClientDisconnect):
-                raise come
-            yield come
+            if isinstance(event, ClientDisconnect):
+                raise event
+            if isinstance(event, Exception):
+                raise of_error(event, asked[place].names) from event
+            yield place, event
     finally:
         for each in jobs:
             worker.jobs.cancel(each)
@@ -213,8 +310,7 @@ def _job(asked: CheckedRequest, who: int, place: int, inbox: asyncio.Queue[Any])
 def _who(asked: CheckedRequest, request: Request) -> int:
     """Return a number for whoever asks: by key, user and address."""
     names = (getattr(asked.request, name, None) for name in ("user", "safety_identifier"))
-    keys = (request.headers.get(name) for name in ("authorization", "x-api-key"))
-    return hash((*keys, *names, request.client and request.client.host))
+    return hash((stream_key(None, request), *names, request.client and request.client.host))
 
 
 async def gone(receive: Receive) -> None:
@@ -239,7 +335,7 @@ async def loaded(worker: Worker) -> Engine:
     """Return the engine; where there is none, once a request for no token has had it loaded. RequestError."""
     require_ready(worker.state)
     while (engine := worker.engine) is None:
-        inbox: asyncio.Queue[Coming] = asyncio.Queue()
+        inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         nothing = CompletionRequest(prompt=[0], max_tokens=0)
         worker.jobs.submit(_job(CheckedRequest(nothing, worker.settings), 0, 0, inbox))
         while not isinstance(event := (await inbox.get())[1], Completion):

@@ -17,14 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 import specengine
 from specengine.protocol import ollama
 from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, of_error, of_validation
 from specengine.protocol.settings import Settings
-from specengine.serve.answering import answered, json_response, loaded, require_ready
-from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, PlainPaths, refusal
+from specengine.serve.answering import add_streams, answered, json_response, loaded, require_ready
+from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, refusal
 from specengine.serve.models import Models, give_back
 from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
@@ -76,7 +77,7 @@ def create_app(models: Models) -> FastAPI:
     )
     app.router.route_class = BodyRoute
     for path, name in FILES.items():
-        app.add_api_route(path, _serving(name), methods=["GET"], include_in_schema=False)
+        app.routes.append(Route(path, _file(name), methods=["GET"], include_in_schema=False))
     _tell_problems(app, models)
     _operation(app, models)
     for path, dialect in DIALECTS.items():
@@ -87,6 +88,7 @@ def create_app(models: Models) -> FastAPI:
             summary=dialect.about,
             responses={200: {"content": {dialect.reply.media_type: {"schema": {}}}}},
         )
+    add_streams(app, models)
     add_texts(app, models)
     return app
 
@@ -99,21 +101,16 @@ def middleware(settings: Settings, failed: Any) -> list[Middleware]:
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["Retry-After"],
     )
-    return [Middleware(PlainPaths), *([cors] if settings.origins else []), guard]
+    return [*([cors] if settings.origins else []), guard]
 
 
-def _serving(name: str) -> Callable[[], Response]:
-    content = _FOLDER.joinpath(name).read_bytes()
-    kind = f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
-
-    def serve() -> Response:
-        return Response(content, headers=HEADERS, media_type=kind)
-
-    return serve
+def _file(name: str) -> Response:
+    content, kind = _FOLDER.joinpath(name).read_bytes(), _TYPES[name.rpartition(".")[2]]
+    return Response(content, headers=HEADERS, media_type=f"{kind}; charset=utf-8")
 
 
 def _tell_problems(app: FastAPI, models: Models) -> None:

@@ -50,7 +50,13 @@ from specengine.protocol.problems import RequestError, of_error
 from specengine.protocol.replies import EVENTS, last_words, sse
 from specengine.protocol.settings import Settings
 from specengine.replicas import Scale, cluster
-from specengine.serve.answering import PLACE_SECONDS, gone, json_response, require_ready
+from specengine.serve.answering import (
+    PLACE_SECONDS,
+    STREAM_NAME,
+    gone,
+    json_response,
+    require_ready,
+)
 from specengine.serve.app import alive, create_app, middleware
 from specengine.serve.guards import ALIVE, HEALTH, parsed, refusal
 from specengine.serve.metrics import Added, Metrics
@@ -67,28 +73,8 @@ FIGURES_SECONDS = 5.0
 class HttpRequest(NamedTuple):
     """A request whose body has been read."""
 
-    method: str
-    path: str
-    query: bytes
-    headers: list[tuple[bytes, bytes]]
+    scope: Scope
     body: bytes
-
-    @property
-    def scope(self) -> dict[str, Any]:
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": self.method,
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "query_string": self.query,
-            "root_path": "",
-            "headers": self.headers,
-            "client": None,
-            "server": None,
-        }
 
 
 # ---- the front
@@ -141,8 +127,23 @@ class Front:
         request = Request(scope, receive)
         require_ready(self.state)
         body = await request.body()
+        headers = [pair for pair in request.headers.raw if pair[0] != STREAM_NAME.encode()]
         asking = HttpRequest(
-            request.method, scope["path"], scope["query_string"], list(request.headers.raw), body
+            {
+                "type": "http",
+                "asgi": {"version": "3.0"},
+                "http_version": "1.1",
+                "scheme": "http",
+                "method": request.method,
+                "path": scope["path"],
+                "raw_path": scope["path"].encode(),
+                "query_string": scope["query_string"],
+                "root_path": "",
+                "headers": headers,  # a replica keeps no stream that another would be asked for
+                "client": None,
+                "server": None,
+            },
+            body,
         )
         began = time.monotonic()
         passing = asyncio.ensure_future(self._passed(asking, send))
@@ -172,7 +173,7 @@ class Front:
                     asking, conversation=conversation
                 )
                 try:
-                    await _pass(line.through(coming), line.send, asking.path)
+                    await _pass(line.through(coming), line.send, asking.scope["path"])
                     return
                 except asyncio.CancelledError:
                     coming.cancel()
@@ -248,17 +249,19 @@ class _Line:
 
 def _wants_place(asking: HttpRequest) -> bool:
     """Return whether it is a stream that asks for cycles, whose comments tell places."""
-    if asking.path not in (CHAT, TEXT) or b"return_cycles" not in asking.body:
+    if asking.scope["path"] not in (CHAT, TEXT) or b"return_cycles" not in asking.body:
         return False
+    asked = _object(asking.body)
+    return asked.get("stream") is True and asked.get("return_cycles") is True
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body; an empty one where it is none."""
     try:
-        asked = parsed(asking.body)
+        value = parsed(body)
     except RequestError:
-        return False
-    return (
-        isinstance(asked, dict)
-        and asked.get("stream") is True
-        and asked.get("return_cycles") is True
-    )
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 async def _pass(coming: AsyncIterator[Message], send: Send, path: str = "") -> None:
@@ -403,12 +406,7 @@ def conversation_of(body: bytes) -> str | None:
     Of messages, or of the items of OpenAI's Responses: those up to the first of the user, and what stands before them;
     of a text or of token ids: the beginning.
     """
-    try:
-        asked = parsed(body)
-    except RequestError:
-        return None
-    if not isinstance(asked, dict):
-        return None
+    asked = _object(body)
     messages, beginning = asked.get("messages"), asked.get("prompt", asked.get("input_prefix"))
     before = [said for name in ("system", "instructions") if (said := asked.get(name)) is not None]
     if messages is None:

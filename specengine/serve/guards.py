@@ -28,25 +28,6 @@ _SLASHES = re.compile("/{2,}")
 _WITHOUT_VERSION = "/chat/completions", "/responses", "/models"
 
 
-class PlainPaths:
-    """Reads a path as proxies and clients write it: after the server's address, with more slashes or one at its end.
-
-    OpenAI's paths are read without /v1 too. A HEAD is answered as its GET is, without the body.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = _ADDRESS.sub("", scope["path"])
-            path = _SLASHES.sub("/", path).rstrip("/") or "/"
-            path = f"/v1{path}" if path in _WITHOUT_VERSION else path
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]
-            scope = {**scope, "path": path, "raw_path": quote(path).encode(), "method": method}
-        await self.app(scope, receive, send)
-
-
 class Guard:
     """Refuses requests before they are read whole, and counts refusals by status in `failed`.
 
@@ -57,6 +38,8 @@ class Guard:
     Origins: bodies that any page of elsewhere can make a browser send, which asks nobody before: those not declared as
     JSON, from an origin that is neither the server's nor allowed. Of everybody else any body is read as JSON.
     Sizes: a body that is too large, by its declared length or as it comes.
+    Paths are read as proxies and clients write them: after the server's address, with more slashes or one at their end,
+    OpenAI's without /v1 too. A HEAD is answered as its GET is, without the body.
     """
 
     def __init__(
@@ -70,12 +53,16 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        path = _SLASHES.sub("/", _ADDRESS.sub("", scope["path"])).rstrip("/") or "/"
+        path = f"/v1{path}" if path in _WITHOUT_VERSION else path
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "path": path, "raw_path": quote(path).encode(), "method": method}
         problem = self._problem(scope, Headers(scope=scope))
         if problem is not None:
-            await refusal(problem, scope["path"], self.failed)(scope, receive, send)
+            await refusal(problem, path, self.failed)(scope, receive, send)
             return
         others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
-        scope = {**scope, "headers": [*others, (b"content-type", JSON.encode())]}
+        scope["headers"] = [*others, (b"content-type", JSON.encode())]
         count = 0
 
         async def counted() -> Message:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,9 @@ class Models:
 
     def __init__(self, models: Sequence[ServedModel], settings: Settings) -> None:
         self.settings, self.metrics = settings, Metrics()
+        self.streams: dict[
+            Hashable, Any
+        ] = {}  # that outlast their clients, see answering.KeptStream
         alone = len(models) == 1
         self.workers = {
             each.name: Worker(

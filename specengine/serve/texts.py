@@ -13,7 +13,7 @@ import specengine
 from specengine.engine import Engine
 from specengine.errors import InputError, SpecEngineError, require
 from specengine.protocol import anthropic, ollama
-from specengine.protocol.dialects import COUNTING
+from specengine.protocol.dialects import DIALECTS, MESSAGES
 from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
 from specengine.protocol.messages import Body
 from specengine.protocol.preparing import CheckedRequest, ModelLimits
@@ -113,7 +113,7 @@ def _tokens(app: FastAPI, models: Models) -> None:
 
     @app.post("/v1/messages/count_tokens", summary="Tokens of a conversation")
     async def count_tokens(body: anthropic.CountRequest) -> Response:
-        counted = COUNTING.translated(body)
+        counted = DIALECTS[MESSAGES].translated(body)
         asked = await read_beside(
             counted, lambda: CheckedRequest(counted, models.settings, renamed=anthropic.NAMES)
         )

@@ -99,7 +99,8 @@ test("an export can be read again", () => {
 });
 
 test("events of a stream, however it is cut", () => {
-  const whole = ": 2 before\n\n: ping\n\ndata: {\"a\":1}\n\ndata: [DONE]\n\n", found = [{ before: 2 }, { ping: true }, { data: "{\"a\":1}" }, { data: "[DONE]" }];
+  const whole = ": 2 before\n\n: ping\n\ndata: {\"a\":1}\n\nid: 7\n: ping\n\nid: 12\ndata: id: 3\n\ndata: [DONE]\n\n";
+  const found = [{ before: 2 }, { ping: true }, { data: "{\"a\":1}" }, { ping: true, id: 7 }, { data: "id: 3", id: 12 }, { data: "[DONE]" }];
   for (let cut = 0; cut <= whole.length; cut += 1) {
     const events = new Events();
     assert.deepEqual([...events.push(whole.slice(0, cut)), ...events.push(whole.slice(cut))], found);

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import pytest
 
 from specengine import Engine
 from specengine.protocol import preparing
+from specengine.serve import answering
 from specengine.serve import app as served_app
+from specengine.serve.answering import KeptStream
 from specengine.serve.app import FILES
 from specengine.serve.models import ServedModel
 from specengine.trace.records import TracedCycle
@@ -515,7 +517,11 @@ def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> No
 
 
 @in_a_browser
-def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(chromium: Any) -> None:
+def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that keeps no further stream."""
+    monkeypatch.setattr(answering, "KEPT_STREAMS", 0)
     gate = Gate(seconds=0.05)
     gate.open.set()
     with served(lambda: gate.engine) as server, browsed(chromium, server) as seen:
@@ -542,6 +548,159 @@ def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(chromium: Any) -> None:
         seen.done()
         assert seen.page.text_content(".turn .note") == "Stopped."
         assert seen.page.is_visible("button:has-text('Continue')")
+        assert not seen.complaints
+
+
+def require_one_answer(seen: Browsed, server: Served, tokens: int) -> None:
+    """AssertionError unless the answer on the page, and in the browser's store, is that of one plain request."""
+    seen.page.wait_for_selector(".turn .note:has-text('Cut at ')", timeout=60_000)
+    assert seen.page.text_content(".turn .note") == f"Cut at {tokens} tokens."
+    cycles = streamed(server, seen.bodies[0])
+    events = server.post(seen.bodies[0]).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event[6:7] == "{"]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    kept = seen.page.evaluate(LAST_ANSWER)
+    assert kept["text"] == "".join(delta.get("content", "") for delta in deltas)
+    assert seen.page.text_content(".turn.assistant .text") == kept["text"]
+    assert (kept["figures"]["cycles"], kept["figures"]["tokens"]) == (len(cycles), tokens)
+    assert len(kept["ends"]) <= len(cycles)
+    assert seen.slider["max"] == len(cycles)
+    assert not {"stream", "event"} & kept.keys()
+    assert not kept["live"]
+    assert seen.page.locator(".turn").count() == 2
+    assert len(seen.bodies) == 1, "nothing is asked twice"
+
+
+@contextmanager
+def writing(chromium: Any, tokens: int, **settings: Any) -> Iterator[tuple[Browsed, Served, Gate]]:
+    """A page, its server, and the gate of an answer that the page has begun to show."""
+    gate = Gate(seconds=0.03)
+    gate.open.set()
+    with served(lambda: gate.engine, **settings) as server, browsed(chromium, server) as seen:
+        seen.page.click("#open-settings")
+        seen.page.uncheck("#markdown")
+        seen.page.keyboard.press("Escape")
+        seen.limit(tokens, temperature=0, seed=1)
+        seen.ask("go on", wait=False)
+        seen.page.wait_for_selector(".piece:nth-of-type(5)", state="attached")
+        yield seen, server, gate
+
+
+@in_a_browser
+def test_a_reload_takes_the_answer_up_again(chromium: Any) -> None:
+    with writing(chromium, 150) as (seen, server, gate):
+        for _ in range(3):
+            passed = gate.passed
+            seen.page.reload()
+            seen.page.wait_for_selector("#stop", state="visible")
+            until(lambda before=passed: gate.passed > before + 15)  # type: ignore[misc]
+        with seen.page.context.new_page() as other:
+            other.goto(server.address)
+            other.wait_for_selector(".turn .note:has-text('Another tab is writing this.')")
+        require_one_answer(seen, server, 150)
+        until(lambda: server.models.streams == {})
+        assert not seen.complaints
+        assert not seen.elsewhere
+
+
+@in_a_browser
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_lost_connection_is_taken_up_again(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    read, counts = KeptStream.read, [7, 20, 1000]
+
+    async def cut(self: KeptStream, number: int) -> AsyncIterator[bytes]:
+        left = counts.pop(0)
+        async for event in read(self, number):
+            if (left := left - 1) < 0:
+                break
+            yield event
+        else:
+            return
+        if how == "fails":
+            raise ConnectionError
+
+    monkeypatch.setattr(KeptStream, "read", cut)
+    with writing(chromium, 60) as (seen, server, _):
+        require_one_answer(seen, server, 60)
+        assert counts == []
+
+
+@in_a_browser
+def test_an_event_that_is_sent_twice_would_be_seen(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control of what the tests before look at."""
+    read = KeptStream.read
+    monkeypatch.setattr(KeptStream, "read", lambda self, number: read(self, max(number - 2, 0)))
+    with writing(chromium, 60) as (seen, server, _):
+        seen.page.reload()
+        with pytest.raises(AssertionError, match=r"Cut at 6[1-9] tokens"):
+            require_one_answer(seen, server, 60)
+
+
+@in_a_browser
+@pytest.mark.parametrize("how", ["Stop", "Escape", "Delete"])
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_stopping_frees_the_engine_of_a_kept_answer(
+    chromium: Any, how: str, reloaded: bool
+) -> None:
+    with writing(chromium, 4000) as (seen, server, _):
+        if reloaded:
+            seen.page.reload()
+            seen.page.wait_for_selector("#stop", state="visible")
+        if how == "Stop":
+            seen.page.click("#stop")
+        elif how == "Escape":
+            seen.page.keyboard.press("Escape")
+        else:
+            seen.page.click("#open-chats")
+            seen.page.click("#list button:has-text('Delete')")
+        until(lambda: server.worker.jobs.idle, 3)
+        until(lambda: server.models.streams == {}, 3)
+        if how != "Delete":
+            seen.page.wait_for_selector(".turn .note:has-text('Stopped.')")
+            seen.page.reload()
+            seen.page.wait_for_selector(".turn .note:has-text('Stopped.')")
+            assert seen.page.is_visible("button:has-text('Continue')")
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_an_answer_that_the_server_keeps_no_longer_is_interrupted(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "KEPT_SECONDS", 0.5)
+    with writing(chromium, 4000) as (seen, server, _):
+        seen.page.goto("about:blank")
+        until(lambda: server.worker.jobs.idle, 5)
+        seen.page.goto(server.address)
+        seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")
+        kept = seen.page.evaluate(LAST_ANSWER)
+        assert seen.slider["max"] == kept["figures"]["cycles"]
+        assert seen.page.is_visible("button:has-text('Continue')")
+        seen.page.reload()
+        seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")
+        assert len(seen.complaints) == 1, "that the stream is not there, once"
+
+
+@in_a_browser
+def test_two_chats_are_taken_up_at_once(chromium: Any) -> None:
+    with writing(chromium, 100) as (seen, _, _):
+        seen.page.click("#new")
+        seen.ask("the second", wait=False)
+        seen.page.wait_for_selector("#status:has-text('In the queue')")
+        seen.page.reload()
+        seen.page.click("#open-chats")
+        for title in ("go on", "the second"):
+            seen.page.click(f"#list .title:has-text('{title}')")
+            seen.page.wait_for_selector(
+                ".turn .note:has-text('Cut at 100 tokens.')", timeout=60_000
+            )
+            assert seen.page.locator(".turn").count() == 2
+            assert seen.slider["max"] == 100, "cycles, none of which drafts"
+        assert len(seen.bodies) == 2
         assert not seen.complaints
 
 

@@ -1,14 +1,14 @@
 // Answers: what is sent, what comes of it, and the same once more without trees.
 import { cannotKeep, drawList, forget, keep, openChat, showWork } from "./chats.js";
 import * as talk from "./conversation.js";
-import { at, element } from "./dom.js";
+import { at, element, randomId } from "./dom.js";
 import * as figures from "./figures.js";
 import { askForKey, meet, values } from "./form.js";
 import { drawFoot, drawLog, drawText, mark } from "./log.js";
 import * as panel from "./panel.js";
 import * as server from "./server.js";
 import * as settings from "./settings.js";
-import { compared, cycles, cyclesOf, holdWhileWriting, job, page, running, say, sayOf } from "./state.js";
+import { compared, cycles, cyclesOf, holdWhileWriting, interrupt, job, page, running, say, sayOf } from "./state.js";
 import * as store from "./store.js";
 
 const READING = "Reading the prompt";
@@ -93,33 +93,46 @@ export async function goOn(turn) {
   await finish(conversation, turn, true, wrong);
 }
 
-// Have the server write the turn; returns what went wrong, or "". What has come is kept every second, and when the page goes.
+// Take up an answer that the server may still write, after its page was closed or loaded again.
+export async function takeUp(conversation, turn) {
+  const wrong = running.has(conversation.id) ? server.LOST : await write(conversation, turn, null);
+  if (wrong === server.LOST) interrupt(turn);
+  await finish(conversation, turn, true, wrong === server.LOST ? "" : wrong);
+}
+
+// Have the server write the turn, or go on where no request is given; returns what went wrong, or "". What has come is kept
+// every second, and when the page goes.
 async function write(conversation, turn, request) {
   panel.stopReplay();
+  if (request) Object.assign(turn, { stream: randomId(), event: null });
   Object.assign(turn, { note: "", cut: false, live: true });
   const working = { control: new AbortController(), turn, status: "Waiting for the server", since: performance.now() };
   running.set(conversation.id, working);
   keep(conversation);
   drawLog();
   showWork();
-  panel.show(turn);
+  if (conversation === page.open) panel.show(turn);
+  const key = at("key").value, { signal } = working.control;
   const save = () => page.chats.includes(conversation) && store.saveWithCycles(conversation, turn.id, cyclesOf(turn)).catch(cannotKeep);
   const saving = setInterval(save, 1000), telling = setInterval(() => tellSeconds(conversation, working), 250), letGo = holdWhileWriting(turn);
   addEventListener("pagehide", save);
   let wrong = "";
   try {
-    for await (const chunk of server.chunks(request, at("key").value, working.control.signal)) take(conversation, working, chunk);
+    for await (const chunk of server.chunks(request, key, signal, turn.stream, turn.event)) take(conversation, working, chunk);
   } catch (error) {
     if (error.status === 401) askForKey();
-    if (error.name !== "AbortError") wrong = error.message;
+    if (!signal.aborted) wrong = error.message;
     Object.assign(turn, { note: wrong || "Stopped.", cut: true });
   }
+  if (turn.event !== null || signal.aborted) server.end(turn.stream, key);
   clearInterval(saving);
   clearInterval(telling);
   removeEventListener("pagehide", save);
   letGo();
   running.delete(conversation.id);
   turn.live = false;
+  delete turn.stream;
+  delete turn.event;
   return wrong;
 }
 
@@ -159,7 +172,9 @@ async function finish(conversation, turn, answered, wrong) {
 function take(conversation, working, chunk) {
   const { turn } = working, told = working.status;
   working.since = chunk.ping ? working.since ?? performance.now() : null;
-  if (chunk.before !== undefined) working.status = chunk.before ? `In the queue: ${chunk.before} before you` : "In the queue: you are next";
+  turn.event = chunk.event ?? turn.event;
+  if (chunk.lost) working.status = "The connection is lost: trying again";
+  else if (chunk.before !== undefined) working.status = chunk.before ? `In the queue: ${chunk.before} before you` : "In the queue: you are next";
   else if (chunk.ping) working.status = READING;
   else {
     for (const cycle of chunk.cycles ?? []) {

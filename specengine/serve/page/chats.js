@@ -4,13 +4,14 @@ import { at, button, download, element } from "./dom.js";
 import { drawFoot, drawLog } from "./log.js";
 import * as panel from "./panel.js";
 import { narrow, toggle } from "./sides.js";
-import { cycles, job, markInterrupted, page, running, say, showModel } from "./state.js";
+import { cycles, cyclesOf, interrupt, job, leftAlone, page, running, say, showModel } from "./state.js";
 import * as store from "./store.js";
 
 export function keep(conversation) {
   if (!page.chats.includes(conversation)) page.chats.push(conversation);
   page.chats.sort((left, right) => right.changed - left.changed);
-  tellOthers(conversation, store.save(conversation));
+  const turn = running.get(conversation.id)?.turn; // its text and its trees are kept together
+  tellOthers(conversation, turn ? store.saveWithCycles(conversation, turn.id, cyclesOf(turn)) : store.save(conversation));
   drawList();
 }
 
@@ -156,16 +157,21 @@ export function forget(conversation) {
   drawList();
 }
 
-// Read what is kept, and open the latest chat where it is no older than a day.
-export async function remember() {
+// Read what is kept, and open the latest chat where it is no older than a day. takeUp(conversation, turn): has an answer go
+// on that was being written.
+export async function remember(takeUp) {
   await store.sweep();
-  const found = await store.all();
-  await markInterrupted(found);
+  const found = await store.all(), left = await leftAlone(found);
+  for (const [, turn] of left) {
+    if ((turn.event ?? null) === null) interrupt(turn);
+    else cycles.set(turn.id, (await store.cyclesOf(turn.id)).slice(0, turn.figures.cycles));
+  }
   page.chats = [...page.chats, ...found.filter((one) => !page.chats.some((known) => known.id === one.id))];
   page.chats.sort((left, right) => right.changed - left.changed);
   if (!(await store.isKept())) at("kept").textContent = "This browser keeps no chats: they last as long as this page.";
   if (page.chats.length && page.open.leaf === null && Date.now() - page.chats[0].changed < 86_400_000) openChat(page.chats[0]);
   else drawList();
+  for (const [conversation, turn] of left) if (turn.live) takeUp(conversation, turn);
 }
 
 // Show another version of a turn.

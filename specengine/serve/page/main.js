@@ -1,5 +1,5 @@
 // The page: its modules, and what the reader does in it. Whatever comes from the server or a reader is shown as text only.
-import { compare, goOn, regenerate, send } from "./answers.js";
+import { compare, goOn, regenerate, send, takeUp } from "./answers.js";
 import * as chats from "./chats.js";
 import * as talk from "./conversation.js";
 import { at } from "./dom.js";
@@ -67,4 +67,4 @@ document.addEventListener("keydown", (event) => {
 log.drawLog();
 panel.redraw();
 form.meet();
-chats.remember().catch(chats.cannotKeep);
+chats.remember(takeUp).catch(chats.cannotKeep);

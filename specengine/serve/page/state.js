@@ -31,13 +31,13 @@ export function holdWhileWriting(turn) {
   return letGo;
 }
 
-// Say of turns whose writer is gone that they were interrupted.
-export async function markInterrupted(conversations) {
+export const interrupt = (turn) => Object.assign(turn, { live: false, cut: true, note: "Interrupted: the page was closed or loaded again." });
+
+// The turns whose writer is gone, each with its conversation.
+export async function leftAlone(conversations) {
   const held = new Set((await navigator.locks?.query())?.held.map((lock) => lock.name));
-  for (const turn of conversations.flatMap((one) => Object.values(one.turns))) {
-    if (!turn.live || held.has(`specengine.${turn.id}`)) continue;
-    Object.assign(turn, { live: false, cut: true, note: "Interrupted: the page was closed or loaded again." });
-  }
+  return conversations.flatMap((conversation) => Object.values(conversation.turns)
+    .filter((turn) => turn.live && !held.has(`specengine.${turn.id}`)).map((turn) => [conversation, turn]));
 }
 
 export function say(text, wrong = false, undo = null) {
