@@ -99,7 +99,7 @@ def parts_of(text: str, size: int, reason: str = "stop", **fields: Any) -> list[
     read = [part for piece in pieces for part in parts.push(piece)] + parts.end(reason)
     ended = parts.reason(Completion(Stats(), [], reason=reason))
     assert ended == ("tool_calls" if calls_of(read) and reason == "stop" else reason)
-    return joined(read)
+    return list(joined(read))
 
 
 def values(parts: Sequence[Part]) -> list[tuple[str, Any]]:
