@@ -50,7 +50,7 @@ class CacheLayout(NamedTuple):
 
 
 class KVCache:
-    """What the layers of a model keep of one sequence.
+    """Keep what the layers of a model have read of one sequence.
 
     slabs   keys and values of layers with attention, [layers, 2, KV heads, capacity, head size]; `slab` is the first
     states  those of layers without, as a decoder's `memory` makes them, one for all; empty where there are none

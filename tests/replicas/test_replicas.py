@@ -415,6 +415,42 @@ def test_a_scale_out_of_range_is_refused(given: dict[str, Any], named: str) -> N
         Scale(**given)
 
 
+def test_a_replica_is_told_no_name_of_a_stream() -> None:
+    """It would keep a stream that another may be asked for; other headers come through."""
+    told: list[dict[bytes, bytes]] = []
+
+    class Handle:
+        """A handle of a replica that answers nothing."""
+
+        def options(self, **_: Any) -> Any:
+            return self
+
+        @property
+        def ask(self) -> Any:
+            return self
+
+        def remote(self, asking: Any, conversation: str | None) -> Any:
+            told.append(dict(asking.scope["headers"]))
+            return self._answer()
+
+        async def _answer(self) -> Any:
+            yield {"type": "http.response.start", "status": 200, "headers": []}
+            yield {"type": "http.response.body", "body": b"{}", "more_body": False}
+
+    made = front.Front(Settings("tiny"))
+    made.handle, made.state = cast(Any, Handle()), "ready"
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(made.app(), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers = {"X-Stream-Id": "mine", "X-Request-Id": "7"}
+            return await client.post("/v1/chat/completions", json=chat("hi"), headers=headers)
+
+    assert asyncio.run(ask()).status_code == 200
+    assert told[0][b"x-request-id"] == b"7"
+    assert b"x-stream-id" not in told[0]
+
+
 @pytest.mark.parametrize(("lost", "status"), [(1, 200), (2, 503)])
 def test_a_request_of_which_nothing_was_sent_is_asked_of_another_replica_once(
     lost: int, status: int

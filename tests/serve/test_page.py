@@ -520,7 +520,7 @@ def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> No
 def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server that keeps no further stream."""
+    """The server has no place for a stream that outlasts its client."""
     monkeypatch.setattr(answering, "KEPT_STREAMS", 0)
     gate = Gate(seconds=0.05)
     gate.open.set()
@@ -534,13 +534,13 @@ def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(
         shown = seen.page.text_content(".turn.assistant .text")
         seen.page.reload()
         seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")
-        kept = seen.page.evaluate(LAST_ANSWER)
-        assert kept["text"].startswith(shown)
-        assert seen.page.text_content(".turn.assistant .text") == kept["text"]
-        assert seen.slider["max"] == kept["figures"]["cycles"], "its trees are kept too"
+        answer = seen.page.evaluate(LAST_ANSWER)
+        assert answer["text"].startswith(shown)
+        assert seen.page.text_content(".turn.assistant .text") == answer["text"]
+        assert seen.slider["max"] == answer["figures"]["cycles"], "its trees are kept too"
         seen.page.click("button:has-text('Continue')")
         seen.page.wait_for_selector("#stop", state="visible")
-        until(lambda: seen.slider["max"] > kept["figures"]["cycles"])
+        until(lambda: seen.slider["max"] > answer["figures"]["cycles"])
         with seen.page.context.new_page() as other:
             other.goto(server.address)
             other.wait_for_selector(".turn .note:has-text('Another tab is writing this.')")
@@ -559,14 +559,14 @@ def require_one_answer(seen: Browsed, server: Served, tokens: int) -> None:
     events = server.post(seen.bodies[0]).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event[6:7] == "{"]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    kept = seen.page.evaluate(LAST_ANSWER)
-    assert kept["text"] == "".join(delta.get("content", "") for delta in deltas)
-    assert seen.page.text_content(".turn.assistant .text") == kept["text"]
-    assert (kept["figures"]["cycles"], kept["figures"]["tokens"]) == (len(cycles), tokens)
-    assert len(kept["ends"]) <= len(cycles)
+    answer = seen.page.evaluate(LAST_ANSWER)
+    assert answer["text"] == "".join(delta.get("content", "") for delta in deltas)
+    assert seen.page.text_content(".turn.assistant .text") == answer["text"]
+    assert (answer["figures"]["cycles"], answer["figures"]["tokens"]) == (len(cycles), tokens)
+    assert len(answer["ends"]) <= len(cycles)
     assert seen.slider["max"] == len(cycles)
-    assert not {"stream", "event"} & kept.keys()
-    assert not kept["live"]
+    assert not {"stream", "event"} & answer.keys()
+    assert not answer["live"]
     assert seen.page.locator(".turn").count() == 2
     assert len(seen.bodies) == 1, "nothing is asked twice"
 
@@ -677,8 +677,8 @@ def test_an_answer_that_the_server_keeps_no_longer_is_interrupted(
         until(lambda: server.worker.jobs.idle, 5)
         seen.page.goto(server.address)
         seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")
-        kept = seen.page.evaluate(LAST_ANSWER)
-        assert seen.slider["max"] == kept["figures"]["cycles"]
+        answer = seen.page.evaluate(LAST_ANSWER)
+        assert seen.slider["max"] == answer["figures"]["cycles"]
         assert seen.page.is_visible("button:has-text('Continue')")
         seen.page.reload()
         seen.page.wait_for_selector(".turn .note:has-text('Interrupted')")

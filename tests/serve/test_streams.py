@@ -49,17 +49,18 @@ def server(shared: Served) -> Iterator[Served]:
 
 def events_of(answer: httpx.Response, count: int | None = None) -> list[tuple[int, bytes]]:
     """Read so many events of a stream, or all; return the number and the rest of each."""
-    rest, found = b"", []
+    rest = b""
+    events: list[tuple[int, bytes]] = []
     for received in answer.iter_raw():
         *whole, rest = (rest + received).split(b"\n\n")
         for event in whole:
             match = _EVENT.fullmatch(event)
             assert match is not None, event
-            found.append((int(match[1]), match[2]))
-            if len(found) == count:
-                return found
+            events.append((int(match[1]), match[2]))
+            if len(events) == count:
+                return events
     assert rest == b""
-    return found
+    return events
 
 
 def begun(
@@ -84,7 +85,7 @@ def require_whole(found: list[tuple[int, bytes]]) -> None:
 
 def said(events: Iterable[str | bytes]) -> str:
     """Return the text of an answer, from the data of its events in any protocol."""
-    found = ""
+    answer = ""
     for event in events:
         data = re.search(
             r"^data: (\{.+)", event if isinstance(event, str) else event.decode(), re.M
@@ -93,8 +94,8 @@ def said(events: Iterable[str | bytes]) -> str:
         choice = next(iter(told.get("choices", ())), {})
         delta = choice.get("delta") or told.get("delta") or {}
         text = delta if isinstance(delta, str) else delta.get("content", delta.get("text"))
-        found += text or choice.get("text") or ""
-    return found
+        answer += text or choice.get("text") or ""
+    return answer
 
 
 @pytest.mark.parametrize("path", BODIES)
