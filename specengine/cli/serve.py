@@ -42,11 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"specengine: note: {settings.host} can be reached from elsewhere, and no key is asked for (--api-key-file)"
         )
 
-    if template is None and not {None, embedded.NAME}.isdisjoint(models.values()):
-        say(
-            "specengine: note: the default model is small: it calls tools when it is made to, and seldom else"
-        )
-
     scale = given.replicas(arguments)
     first, *others = models
     recipe = dataclasses.replace(given.recipe(arguments), model=models[first])

@@ -596,9 +596,7 @@ class CompletionRequest(Sampling):
     @property
     def infill(self) -> Infill | None:
         """Return the texts around the answer, where it is one between two texts."""
-        if self._infill is not None:
-            return self._infill
-        return Infill(str(self.single), self.suffix) if self.suffix else None
+        return self._infill or (Infill(str(self.single), self.suffix) if self.suffix else None)
 
     def within(self, around: Infill) -> Self:
         """Return the same request for an answer between two texts, of which one may be empty."""

@@ -22,6 +22,7 @@ from specengine.protocol.problems import RequestError, unavailable
 from specengine.protocol.settings import Settings
 from specengine.serve.app import create_app
 from specengine.serve.models import Models, ServedModel, limit_arenas
+from specengine.serve.worker import log
 
 MAX_HEADER_BYTES = 1 << 16
 MAX_FRAMING = 2  # bytes received per byte of a body, once PIECE_BYTES more have come
@@ -223,6 +224,7 @@ class Server(uvicorn.Server):
         for worker in workers:
             if worker.state == "ready":
                 worker.state = "stopping"  # whoever submits sees to it that nothing more comes
+        log.info("stopping: answers in progress may take %g s", self.models.settings.drain_seconds)
         while not all(worker.jobs.idle for worker in workers) and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for worker in workers:

@@ -94,7 +94,10 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             assert not any("[DONE]" in line for line in lines)
 
 
-def test_what_is_not_answered_in_the_time_to_drain_is_told_so() -> None:
+def test_what_is_not_answered_in_the_time_to_drain_is_told_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "specengine.serve")
     gate = Gate()
 
     async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
@@ -115,6 +118,7 @@ def test_what_is_not_answered_in_the_time_to_drain_is_told_so() -> None:
 
     with served(lambda: gate.engine, drain_seconds=0.5) as server:
         answers = asyncio.run(crowd(server))
+        assert "stopping: answers in progress may take 0.5 s" in caplog.messages
         gate.open.set()
     assert [answer.json()["error"]["code"] for answer in answers] == ["stopping"] * 3
     assert [answer.status_code for answer in answers] == [503] * 3
