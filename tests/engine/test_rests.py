@@ -271,9 +271,9 @@ def test_a_long_text_is_counted_in_a_small_part_of_a_forward() -> None:
     for text in (torch.zeros(32768, dtype=torch.int64), torch.arange(32768) % 50):
         took = []
         for _ in range(20):
-            began = time.perf_counter()
+            began = time.thread_time()
             assert cycle.repeated(text) == cycle.MAX_REPEATED
-            took.append(time.perf_counter() - began)
+            took.append(time.thread_time() - began)
         assert min(took) < 0.005
 
 
