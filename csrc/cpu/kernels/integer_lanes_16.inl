@@ -1,7 +1,6 @@
 // What integer products do in vectors of 16 lanes.
 
-constexpr int kTogether = 8;       // rows
-constexpr int kPanelsTogether = 2; // panels that share the words of rows
+constexpr int kTogether = 16;  // rows
 
 CPU_INLINE vi nearest(vf value) { return (vi)_mm512_cvtps_epi32((__m512)value); }
 

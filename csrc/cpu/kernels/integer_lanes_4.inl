@@ -1,7 +1,6 @@
 // What integer products do in vectors of 4 lanes.
 
-constexpr int kTogether = 2;        // rows
-constexpr int kPanelsTogether = 1;  // panels that share the words of rows
+constexpr int kTogether = 2;  // rows
 
 CPU_INLINE vi nearest(vf value) {
 #if defined(__SSE2__)

@@ -1,7 +1,6 @@
 // What integer products do in vectors of 8 lanes.
 
-constexpr int kTogether = 4;        // rows
-constexpr int kPanelsTogether = 1;  // panels that share the words of rows
+constexpr int kTogether = 8;  // rows
 
 CPU_INLINE vi nearest(vf value) { return (vi)_mm256_cvtps_epi32((__m256)value); }
 

@@ -2,95 +2,73 @@
 // of the inputs, one or two fused multiply-adds a group. So a row's bits depend neither on the other rows nor on the width
 // of the vectors.
 
-// The sums of `Rows` rows by W outputs of each of `Count` panels, from output `o` on, to found[i]: [rows][16]. live: rows of the
-// tile.
-template <typename F, int Rows, int Count, bool Ask>
-CPU_INLINE void multiply(const uint8_t* const* panels, int64_t blocks, const Record* rows, int64_t live, int o,
-                         float* const* found) {
+// The sums of `Rows` rows by W outputs of a panel, from output `o` on, to found: [rows][16]. live: rows of the tile. A word of
+// weights is unpacked once for all these rows: more of them than vectors keep the sums of, whose spills cost less.
+template <typename F, int Rows, bool Ask>
+CPU_INLINE void multiply(const uint8_t* panel, int64_t blocks, const Record* rows, int64_t live, int o, float* found) {
   constexpr int kWords = kWordsOfBlock / F::kGroups;
-  const uint8_t* at[Count];
-  for (int i = 0; i < Count; ++i) at[i] = panels[i];
-  vf sums[Count][Rows];
-#pragma GCC unroll 2
-  for (int i = 0; i < Count; ++i)
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) sums[i][r] = vf{};
+  vf sums[Rows];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) sums[r] = vf{};
   for (int64_t b = 0; b < blocks; ++b, rows += live) {
-    Block block[Count];
-#pragma GCC unroll 2
-    for (int i = 0; i < Count; ++i) {
-      block[i] = block_of<F>(at[i], b);
-      if (Ask) ask_for(block[i].at + kAhead, F::kLayout.bytes);
-    }
+    const Block block = block_of<F>(panel, b);
+    if (Ask) ask_for(block.at + kAhead, F::kLayout.bytes);
 #pragma GCC unroll 2
     for (int g = 0; g < F::kGroups; ++g) {
       const int part = F::kGroups == 1 ? 0 : 1 + g;
-      Sum<F> sum[Count][Rows];
-#pragma GCC unroll 2
-      for (int i = 0; i < Count; ++i)
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) sum[i][r].begin(rows[r].negated + part);
+      Sum<F> sum[Rows];
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) sum[r].begin(rows[r].negated + part);
 #pragma GCC unroll 8
       for (int k = 0; k < kWords; ++k) {
-#pragma GCC unroll 2
-        for (int i = 0; i < Count; ++i) {
-          const Word<F> word(F::word(block[i], g * kWords + k, o));
-#pragma GCC unroll 8
-          for (int r = 0; r < Rows; ++r) sum[i][r].add(word, k, rows[r].words + g * kWords + k);
-        }
+        const Word<F> word(F::word(block, g * kWords + k, o));
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) sum[r].add(word, k, rows[r].words + g * kWords + k);
       }
-#pragma GCC unroll 2
-      for (int i = 0; i < Count; ++i) {
-        vf scale, low;
-        if constexpr (F::kScaled) scale = F::scale(block[i], g, o);
-        if constexpr (F::kLow) low = F::low(block[i], g, o);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          vf step = set(rows[r].scale);
-          if constexpr (F::kScaled) step = scale * step;
-          sums[i][r] = fused(sum[i][r].end(), step, sums[i][r]);
-          if constexpr (F::kLow) sums[i][r] = fused(low, set(rows[r].sums[part]), sums[i][r]);
-        }
+      vf scale, low;
+      if constexpr (F::kScaled) scale = F::scale(block, g, o);
+      if constexpr (F::kLow) low = F::low(block, g, o);
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) {
+        vf step = set(rows[r].scale);
+        if constexpr (F::kScaled) step = scale * step;
+        sums[r] = fused(sum[r].end(), step, sums[r]);
+        if constexpr (F::kLow) sums[r] = fused(low, set(rows[r].sums[part]), sums[r]);
       }
     }
   }
-#pragma GCC unroll 2
-  for (int i = 0; i < Count; ++i)
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) store(found[i] + r * kOutputs + o, sums[i][r]);
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) store(found + r * kOutputs + o, sums[r]);
 }
 
-template <typename F, int Rows, int Count, bool Ask>
-static __attribute__((noinline)) void multiply_outputs(const uint8_t* const* panels, int64_t blocks, const Record* rows,
-                                                       int64_t live, float* const* found) {
+template <typename F, int Rows, bool Ask>
+static __attribute__((noinline)) void multiply_outputs(const uint8_t* panel, int64_t blocks, const Record* rows,
+                                                       int64_t live, float* found) {
 #pragma GCC unroll 4
-  for (int o = 0; o < kOutputs; o += W) multiply<F, Rows, Count, Ask>(panels, blocks, rows, live, o, found);
+  for (int o = 0; o < kOutputs; o += W) multiply<F, Rows, Ask>(panel, blocks, rows, live, o, found);
 }
 
-// All outputs of `Count` panels by all rows.
-template <typename F, int Count>
-CPU_INLINE void multiply_panels(const uint8_t* const* panels, int64_t blocks, const Record* records, int64_t rows,
-                                float* const* sums) {
-  constexpr int kMost = kTogether / Count;
-  alignas(64) float found[Count][kRows * kOutputs];
+// All outputs of a panel by all rows.
+template <typename F>
+CPU_INLINE void multiply_panel(const uint8_t* panel, int64_t blocks, const Record* records, int64_t rows, float* sums) {
+  alignas(64) float found[kRows * kOutputs];
   for (int64_t first = 0; first < rows; first += kRows, records += blocks * kRows) {
     const int64_t live = least(kRows, rows - first);
-    const auto run = [&](auto count, int64_t r) __attribute__((always_inline)) {
-      float* to[Count];
-      for (int i = 0; i < Count; ++i) to[i] = found[i] + r * kOutputs;
-      if (first + r == 0)
-        multiply_outputs<F, decltype(count)::value, Count, true>(panels, blocks, records + r, live, to);
-      else
-        multiply_outputs<F, decltype(count)::value, Count, false>(panels, blocks, records + r, live, to);
-    };
     int64_t r = 0;
-    for (; live - r >= kMost; r += kMost) run(std::integral_constant<int, kMost>{}, r);
-    if constexpr (kMost > 4)
-      for (; live - r >= 4; r += 4) run(std::integral_constant<int, 4>{}, r);
-    if constexpr (kMost > 2)
-      for (; live - r >= 2; r += 2) run(std::integral_constant<int, 2>{}, r);
-    for (; r < live; ++r) run(std::integral_constant<int, 1>{}, r);
-    for (int i = 0; i < Count; ++i) turn_sums(found[i], live, sums[i] + first * kOutputs);
+    const auto run = [&](auto count) __attribute__((always_inline)) {
+      constexpr int kCount = decltype(count)::value;
+      for (; live - r >= kCount; r += kCount)
+        if (first + r == 0)
+          multiply_outputs<F, kCount, true>(panel, blocks, records + r, live, found + r * kOutputs);
+        else
+          multiply_outputs<F, kCount, false>(panel, blocks, records + r, live, found + r * kOutputs);
+    };
+    run(std::integral_constant<int, kTogether>{});
+    if constexpr (kTogether > 8) run(std::integral_constant<int, 8>{});
+    if constexpr (kTogether > 4) run(std::integral_constant<int, 4>{});
+    if constexpr (kTogether > 2) run(std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 1>{});
+    turn_sums(found, live, sums + first * kOutputs);
   }
 }
 
@@ -115,7 +93,6 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
                      int64_t rows, float* const* sums, uint8_t* scratch) {
   const int64_t blocks = matrices[0]->blocks;
   const Record* records = records_of(scratch, blocks, tiles);
-  const bool both = kPanelsTogether == 2 && count == 2 && rows >= kRows && matrices[0]->kind == matrices[1]->kind;
   for (int i = 0; i < count; ++i) {
     const Matrix& m = *matrices[i];
     if (!has_integers(m.kind)) {
@@ -123,13 +100,8 @@ static void products(const Matrix* const* matrices, const int64_t* panels, int c
       continue;
     }
     by_integers(m.kind, [&](auto format) __attribute__((always_inline)) {
-      using F = decltype(format);
-      const uint8_t* const of[2] = {panel_of(m, panels[i]), both ? panel_of(*matrices[1], panels[1]) : nullptr};
-      if constexpr (kPanelsTogether == 2)
-        if (both) return multiply_panels<F, 2>(of, blocks, records, rows, sums);
-      multiply_panels<F, 1>(of, blocks, records, rows, sums + i);
+      multiply_panel<decltype(format)>(panel_of(m, panels[i]), blocks, records, rows, sums[i]);
     });
-    if (both && has_integers(m.kind)) break;
   }
   for (int i = 0; i < count; ++i)
     for (int64_t t = 0; t < tiles; ++t) finish(*matrices[i], panels[i], sums[i] + t * kOutputs * kRows);
