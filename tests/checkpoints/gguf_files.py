@@ -23,6 +23,10 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     if kind == "iq1_m":
         return _iq1_m(rows * columns // 256, random).reshape(rows, -1)
+    if kind == "nvfp4":
+        made = random.integers(0, 256, (rows * columns // 64, 36), np.uint8)
+        made[:, :4] = made[:, :4] % 8 + 16  # scales of 1/32 to 1/17
+        return made.reshape(rows, -1)
     if kind in _RANDOM:
         count = rows * columns // Kind[kind.upper()].elements
         return _random_blocks(kind, count, random).reshape(rows, -1)
@@ -42,6 +46,8 @@ _RANDOM = {
     "q6_k": (1e-4, "last", 1),
     "iq4_nl": (1e-3, "first", 1),
     "iq4_xs": (8e-5, "first", 1),
+    "q1_0": (1e-1, "first", 1),
+    "q2_0": (1e-1, "first", 1),
     "iq1_s": (2e-2, "first", 1),
     "iq2_xxs": (1e-3, "first", 1),
     "iq2_xs": (1e-3, "first", 1),
@@ -71,10 +77,12 @@ def _iq1_m(count: int, random: np.random.Generator) -> np.ndarray:
 
 def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:
     rows = int(np.prod(shape[:-1], dtype=int))
+    block = Kind[kind.upper()]
+    # the package lists no Q2_0
+    number: Any = block.value
+    gguf.GGML_QUANT_SIZES.setdefault(number, (block.elements, block.bytes))
     data = blocks(kind, rows, shape[-1], seed)
-    writer.add_tensor(
-        name, data.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType[kind.upper()]
-    )
+    writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=number)
 
 
 # ---- whole models

@@ -202,9 +202,12 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "huge tensor": (files.encode([], [files.info("t", [2**63] * 4)]), "tensor 't' ends at byte"),
     "type Q8_K": (
         files.encode([], [files.info("t", [256], 15)]),
-        "'t' is of type Q8_K; accepted: F32, .*Q6_K",
+        "'t' is of ggml's type 15; accepted: F32, .*Q6_K",
     ),
-    "unknown type": (files.encode([], [files.info("t", [256], 999)]), "'t' is of type number 999"),
+    "unknown type": (
+        files.encode([], [files.info("t", [256], 999)]),
+        "'t' is of ggml's type 999; accepted",
+    ),
     "part of a block": (
         files.encode([], [files.info("t", [48], 2)]),
         "rows of 48, not a multiple of the 32",
@@ -215,6 +218,12 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     ),
     "overlap": (
         files.encode([], [files.info("a", [16]), files.info("b", [4], offset=32)]),
+        "'b' overlaps tensor 'a'",
+    ),
+    "Q2_0 by blocks of 128, as a fork has written it": (
+        files.encode(
+            [], [files.info("a", [128, 64], 42), files.info("b", [4], offset=34 * 64)], 4096
+        ),
         "'b' overlaps tensor 'a'",
     ),
     "far offset": (

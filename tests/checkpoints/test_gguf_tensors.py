@@ -1,5 +1,9 @@
 """Blocks of tensors and their numbers are the gguf package's; names, shapes and rows are transformers'."""
 
+import math
+import re
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +15,18 @@ import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from specengine.checkpoints import gguf
+from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.errors import CheckpointError, InputError
 from specengine.models.configs import layer_template
 from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened
 
+# ggml's number of a type that the gguf package does not unpack, the elements of a block, and its bytes
+UNKNOWN_TO_THE_PACKAGE = {"Q1_0": (41, 128, 18), "Q2_0": (42, 64, 18)}
+KNOWN = [kind for kind in gguf.Kind if kind.name not in UNKNOWN_TO_THE_PACKAGE]
 
-@pytest.mark.parametrize("kind", [kind.name.lower() for kind in gguf.Kind])
+
+@pytest.mark.parametrize("kind", [kind.name.lower() for kind in KNOWN])
 def test_blocks_and_their_numbers_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     files.add(writer, "first", kind, (3, 512))
@@ -39,13 +48,145 @@ def test_blocks_and_their_numbers_are_those_of_the_gguf_package(tmp_path: Path, 
             )
 
 
-@pytest.mark.parametrize("kind", gguf.Kind)
+@pytest.mark.parametrize("kind", KNOWN)
 def test_numbers_and_sizes_of_kinds_are_those_of_the_gguf_package(kind: gguf.Kind) -> None:
     assert GGMLQuantizationType(kind.value).name == kind.name
     assert gguf_package.GGML_QUANT_SIZES[GGMLQuantizationType(kind.value)] == (
         kind.elements,
         kind.bytes,
     )
+
+
+@pytest.mark.parametrize("name", UNKNOWN_TO_THE_PACKAGE)
+def test_other_kinds_have_the_numbers_and_sizes_of_ggml(name: str) -> None:
+    kind = gguf.Kind[name]
+    assert (kind.value, kind.elements, kind.bytes) == UNKNOWN_TO_THE_PACKAGE[name]
+
+
+def one_bit(block: bytes) -> Iterator[float]:
+    """A half d, then a bit of each number, the lowest of a byte first: d where it is set, -d where not."""
+    (scale,) = struct.unpack("<e", block[:2])
+    for place in range(128):
+        yield scale if block[2 + place // 8] >> place % 8 & 1 else -scale
+
+
+def two_bits(block: bytes) -> Iterator[float]:
+    """A half d, then two bits of each number, the lowest of a byte first: one less than they say, times d."""
+    (scale,) = struct.unpack("<e", block[:2])
+    for place in range(64):
+        yield ((block[2 + place // 4] >> 2 * (place % 4) & 3) - 1) * scale
+
+
+def nvidia(block: bytes) -> Iterator[float]:
+    """Four scales of 16 numbers each, then for each of them eight bytes: the first half in low nibbles.
+
+    Scales have four bits of exponent above three of fraction, bias 7; all bits set is not a number, read as zero. The
+    top bit says nothing. Numbers have a sign, two bits of exponent, bias 1, and one of fraction.
+    """
+    for group in range(4):
+        exponent, fraction = block[group] >> 3 & 15, block[group] & 7
+        scale = fraction * 2.0**-9 if exponent == 0 else (8 + fraction) * 2.0 ** (exponent - 10)
+        packed = block[4 + 8 * group : 12 + 8 * group]
+        for code in (*(byte & 15 for byte in packed), *(byte >> 4 for byte in packed)):
+            sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+            size = math.copysign(sizes[code & 7], -1.0 if code & 8 and code & 7 else 1.0)
+            yield 0.0 if block[group] == 0x7F else size * scale
+
+
+LAYOUTS = {"q1_0": one_bit, "q2_0": two_bits, "nvfp4": nvidia}
+ODD_HALVES = [
+    0x0000,
+    0x8000,
+    0x0001,
+    0x83FF,
+    0x0400,
+    0x3C00,
+    0xBC00,
+    0x7BFF,
+    0x7C00,
+    0xFC00,
+    0x7E00,
+]
+
+
+def odd_blocks(kind: str) -> np.ndarray:
+    """Blocks of every byte, with scales of every sort: zero, subnormal, infinite, not a number, largest."""
+    random = np.random.default_rng(3)
+    size = gguf.Kind[kind.upper()].bytes
+    if kind == "nvfp4":
+        scales = np.arange(256, dtype=np.uint8).reshape(64, 4)
+        return np.concatenate([scales, random.integers(0, 256, (64, size - 4), np.uint8)], axis=1)
+    scales = np.array(ODD_HALVES * 6, "<u2").view(np.uint8).reshape(-1, 2)
+    codes = random.integers(0, 256, (len(scales), size - 2), np.uint8)
+    codes[:16] = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    return np.concatenate([scales, codes], axis=1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_numbers_of_odd_blocks_are_those_of_the_layout(kind: str) -> None:
+    packed = odd_blocks(kind)
+    expected = [number for block in packed for number in LAYOUTS[kind](block.tobytes())]
+    numbers = gguf.dequantize(kind, packed, (2, len(expected) // 2)).reshape(-1)
+    assert np.array_equal(numbers, np.array(expected, np.float32), equal_nan=True)
+    assert np.isfinite(numbers).any()
+    assert len(set(numbers.tolist())) > 20
+
+
+# ---- scales of NVFP4
+
+
+GATE = "blk.0.ffn_gate"
+MATRIX = ("nvfp4", (files.INNER, files.HIDDEN))
+
+
+def test_a_scale_of_nvfp4_multiplies_the_matrix_before_it_is_rounded(tmp_path: Path) -> None:
+    scale = np.array([0.3], np.float32)
+    scales = {f"{GATE}.scale": scale, f"{GATE}.input_scale": np.array([7.0], np.float32)}
+    file = opened(tmp_path, tensors={f"{GATE}.weight": MATRIX, **scales})
+    config = gguf.config(file)
+    gguf.require_complete(file, config, layer_template(config))
+    alone = gguf.dequantize(MATRIX[0], file.read(f"{GATE}.weight"), MATRIX[1])
+    assert np.array_equal(file.numbers(f"{GATE}.weight"), alone * scale)
+    source = GGUFSource(file, config, torch.bfloat16, name="model.gguf")
+    held = source.tensor("model.layers.0.mlp.gate_proj.weight")
+    assert torch.equal(held, torch.from_numpy(alone * scale).bfloat16())
+
+
+def test_each_expert_of_a_stack_has_its_scale(tmp_path: Path) -> None:
+    scales = np.array([0.5, -3.0, 0.7], np.float32)
+    shape = (3, files.INNER, files.HIDDEN)
+    stacks = {"experts.weight": ("nvfp4", shape), "experts.scale": scales}
+    file = opened(tmp_path, tensors=stacks)
+    alone = gguf.dequantize("nvfp4", file.read("experts.weight"), shape)
+    for expert, scale in enumerate(scales):
+        assert np.array_equal(file.numbers("experts.weight")[expert], alone[expert] * scale)
+
+
+@pytest.mark.parametrize("shape", [(2,), (files.INNER,), (files.INNER, files.HIDDEN)])
+def test_a_scale_that_fits_no_matrix_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    scale = np.ones(shape, np.float32)
+    file = opened(tmp_path, tensors={f"{GATE}.weight": MATRIX, f"{GATE}.scale": scale})
+    with pytest.raises(CheckpointError, match=rf"'{GATE}\.scale' is \[.*, and scales \[96, 64\]"):
+        file.numbers(f"{GATE}.weight")
+
+
+@pytest.mark.parametrize(
+    ("matrix", "scale"),
+    [
+        (("q8_0", MATRIX[1]), f"{GATE}.scale"),
+        (("f32", MATRIX[1]), f"{GATE}.input_scale"),
+        (MATRIX, f"{GATE}.weight.scale"),
+        (MATRIX, f"{GATE}.weight_scale"),
+        (MATRIX, "blk.0.ffn_up.scale"),
+    ],
+)
+def test_scales_of_others_are_refused_by_name(tmp_path: Path, matrix: Any, scale: str) -> None:
+    tensors = {f"{GATE}.weight": matrix, scale: np.array([0.3], np.float32)}
+    file = opened(tmp_path, tensors=tensors)
+    config = gguf.config(file)
+    with pytest.raises(CheckpointError, match=f"not used by this model: {re.escape(scale)}$"):
+        gguf.require_complete(file, config, layer_template(config))
 
 
 def test_blocks_are_copied_whole_and_by_rows(models: dict[str, Path]) -> None:

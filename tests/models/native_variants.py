@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -377,8 +378,15 @@ def own_logits(model: PreTrainedModel, prompt: list[int], tree: TokenTree) -> Te
     ).float()
 
 
-def write_gguf(path: Path, architecture: str, kind: str, *, tied: bool = False) -> Path:
-    """A model whose rows are long enough for the blocks of 256."""
+def write_gguf(
+    path: Path,
+    architecture: str,
+    kind: str,
+    *,
+    tied: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """A model whose rows are long enough for the blocks of 256, and more tensors."""
     hidden, inner, heads, key_heads, head = 256, 512, 4, 2, 64
     rows = {
         "attn_q.weight": (heads * head, hidden),
@@ -415,5 +423,5 @@ def write_gguf(path: Path, architecture: str, kind: str, *, tied: bool = False) 
         tied=tied,
         vocabulary=words,
         metadata={f"{architecture}.{key}": value for key, value in sizes.items()},
-        tensors=tensors,
+        tensors=tensors | dict(more or {}),
     )

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specengine import Engine
+from specengine.checkpoints import gguf
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget
@@ -228,6 +230,21 @@ def test_by_default_its_blocks_stay_packed(file: Path) -> None:
         )
     assert engine.target.model.dtype is torch.bfloat16
     assert isinstance(loaded(file, pack=False).target, HuggingFaceTarget)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "q1_0", "q2_0"])
+def test_types_without_products_are_made_bfloat16(kind: str, tmp_path: Path) -> None:
+    scaled = {"output.scale": np.array([0.3], np.float32)} if kind == "nvfp4" else {}
+    path = write_gguf(tmp_path / "model.gguf", "llama", kind, more=scaled)
+    engines = [loaded(path, dtype="float32", backend=name) for name in ("native", "huggingface")]
+    assert answer(engines[0]) == answer(engines[1])
+    engine = loaded(path)
+    assert isinstance(engine.target, NativeTarget)
+    assert engine.target.backend.endswith("MB of weights as bf16)")
+    with gguf.read(path) as file:
+        head = torch.from_numpy(file.numbers("output.weight")).bfloat16()
+    assert torch.equal(engine.target.model.lm_head.weight, head)
+    assert answer(Engine(engine.target, None, None)) == answer(engine)
 
 
 def test_a_file_is_a_draft_too(file: Path) -> None:

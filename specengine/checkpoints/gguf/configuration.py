@@ -449,17 +449,26 @@ def require_complete(
         expected |= _split(config, names[key], turned(config, shape), rows)
     unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
+    scales = {  # of NVFP4 matrices, and of inputs, which are not rounded to four bits here
+        name.removesuffix("weight") + ending
+        for name, tensor in file.tensors.items()
+        if tensor.kind == "nvfp4"
+        for ending in ("scale", "input_scale")
+    }
     stored = {
         # llama.cpp keeps vectors of Mamba-2 by group or by head
         name: (math.prod(tensor.shape),)
         if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
         else tensor.shape
         for name, tensor in file.tensors.items()
-        if _block(name) not in drafts and not name.startswith(unread)
+        if _block(name) not in drafts and name not in scales and not name.startswith(unread)
     }
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *rope.values()]
-    kinds = {parameters.get("rope_type") for parameters in ropes if isinstance(parameters, dict)}
+    kinds = {
+        parameters.get("rope_type")
+        for parameters in (rope, *rope.values())
+        if isinstance(parameters, dict)
+    }
     for name in (
         *(_ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
         *(_SHORT, _LONG) * ("longrope" in kinds),
@@ -560,10 +569,9 @@ def tensor_names(
     stored_names = {}
     for name in names:
         module, _, kind = name.rpartition(".")
-        whole = name in modules
         stored_names[name] = (
             tuple(modules[name])
-            if whole
+            if name in modules
             else tuple(_stored_name(stored, kind) for stored in modules[module])
         )
     return stored_names

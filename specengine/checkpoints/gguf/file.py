@@ -33,6 +33,11 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
+_FLOATS = {"f32": "<f4", "f16": "<f2"}
+_LEVELS = {  # that codes of one and two bits stand for
+    "q1_0": np.array([-1, 1], np.float32),
+    "q2_0": np.array([-1, 0, 1, 2], np.float32),
+}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
 _MAX_PARTS = 1000
@@ -108,8 +113,22 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         return GGUFFile(self._sources, {}, self.tensors)
 
     def numbers(self, name: str) -> np.ndarray:
-        """Return one tensor in float32, in its shape."""
-        return dequantize(self.tensors[name].kind, self.read(name), self.tensors[name].shape)
+        """Return one tensor in float32, in its shape, times its scale where it has one.
+
+        Raises CheckpointError for a scale that fits neither the whole tensor nor the experts of a stack.
+        """
+        tensor = self.tensors[name]
+        numbers = dequantize(tensor.kind, self.read(name), tensor.shape)
+        scale = self.tensors.get(name.removesuffix("weight") + "scale")
+        if tensor.kind == "nvfp4" and scale is not None:
+            if math.prod(scale.shape) not in (1, *tensor.shape[:-2]):
+                raise CheckpointError(
+                    f"{self.path}: tensor {scale.name[:80]!r} is {list(scale.shape)}, "
+                    f"and scales {list(tensor.shape)}"
+                )
+            scales = dequantize(scale.kind, self.read(scale.name), scale.shape)
+            numbers *= scales.reshape(-1, *(1,) * (numbers.ndim - 1))
+        return numbers
 
     def close(self) -> None:
         """Free the descriptors. Copies stay."""
@@ -173,20 +192,28 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     ):
         raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
     data = np.ascontiguousarray(data).reshape(-1)
-    if kind == "f32":
-        return data.view("<f4").astype(np.float32).reshape(shape)
-    if kind == "f16":
-        return data.view("<f2").astype(np.float32).reshape(shape)
+    if kind in _FLOATS:
+        return data.view(_FLOATS[kind]).astype(np.float32).reshape(shape)
     if kind == "bf16":
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return _unpacked(block, data, row).reshape(shape)
-
-
-def _unpacked(block: "Kind", data: np.ndarray, row: int) -> np.ndarray:
+    if kind in _LEVELS:
+        return _unpacked_levels(data.reshape(-1, block.bytes), _LEVELS[kind]).reshape(shape)
     from gguf import GGMLQuantizationType, quants
 
     rows = data.reshape(-1, row // block.elements * block.bytes)
-    return quants.dequantize(rows, GGMLQuantizationType(block.value))
+    return quants.dequantize(rows, GGMLQuantizationType(block.value)).reshape(shape)
+
+
+def _unpacked_levels(blocks: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return the numbers of blocks of a half and of codes from the lowest bits of each byte on.
+
+    levels: by code, in units of the half
+    """
+    places = np.arange(0, 8, len(levels) // 2, dtype=np.uint8)
+    codes = blocks[:, 2:, None] >> places & (len(levels) - 1)
+    numbers = levels[codes.reshape(len(blocks), -1)]
+    numbers *= blocks[:, :2].copy().view("<f2")
+    return numbers
 
 
 # ---- reading
@@ -300,8 +327,9 @@ def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any]
 def _read_tensors(
     cursor: _Cursor, metadata: dict[str, Any], count: int, file_number: int
 ) -> dict[str, GGUFTensor]:
-    infos = _read_tensor_infos(cursor, count)
-    placed = _placed(cursor, infos, _alignment(cursor.source.path, metadata))
+    placed = _placed(
+        cursor, _read_tensor_infos(cursor, count), _alignment(cursor.source.path, metadata)
+    )
     return {name: replace(tensor, part=file_number) for name, tensor in placed.items()}
 
 
@@ -430,7 +458,7 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     kind = next((kind for kind in Kind if kind.value == number), None)
     if kind is None:
         raise cursor.error(
-            f"is of type {_type_name(number)}; accepted: {', '.join(Kind.__members__)}; take a file of those, "
+            f"is of ggml's type {number}; accepted: {', '.join(Kind.__members__)}; take a file of those, "
             "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
         )
     if 0 in shape:
@@ -442,15 +470,6 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     return GGUFTensor(
         name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes
     )
-
-
-def _type_name(number: int) -> str:
-    import gguf
-
-    try:
-        return gguf.GGMLQuantizationType(number).name
-    except ValueError:
-        return f"number {number}"
 
 
 def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:
@@ -481,7 +500,7 @@ class Kind(Enum):
     """Kinds of numbers: ggml's number of the type, and that `elements` of a row share a block of `bytes`.
 
     One that has a file in csrc/cpu/integers stays packed under integer numerics, one in csrc/cpu/formats under others;
-    the gguf package unpacks the rest when they are loaded.
+    the rest is unpacked when it is loaded.
     """
 
     elements: int
@@ -508,6 +527,9 @@ class Kind(Enum):
     IQ4_NL = 20, 32, 18
     IQ4_XS = 23, 256, 136
     MXFP4 = 39, 32, 17
+    NVFP4 = 40, 64, 36  # never packed in memory: a matrix may have a scale in another tensor
+    Q1_0 = 41, 128, 18
+    Q2_0 = 42, 64, 18
     IQ1_S = 19, 256, 50
     IQ1_M = 29, 256, 56
     IQ2_XXS = 16, 256, 66
