@@ -286,12 +286,12 @@ def kind_of(value: Any) -> str:
 class Reader:
     """Check one value. `check` raises InputError, which names the option. None is accepted but for a truth value.
 
-    kind     the type of a value on the command line and in a request
+    kind     the type of a value on the command line and in a request, or what makes it of text
     limits   of a request's number: the keywords ge, gt, le and lt, as pydantic has them
     """
 
     check: Callable[[str, Any], None]
-    kind: type | None = None
+    kind: Callable[[str], Any] | None = None
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

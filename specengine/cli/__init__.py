@@ -39,7 +39,12 @@ def main(arguments: Sequence[str] | None = None, ready: Callable[[], None] = lam
         if model is not None:
             tell(f"Loading {model}")
         # imports the command's module, which may take seconds for torch and transformers
-        status: int = pkgutil.resolve_name(parsed.run)(parsed)
+        run = pkgutil.resolve_name(parsed.run)
+        if (threads := getattr(parsed, "threads", None)) is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        status: int = run(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

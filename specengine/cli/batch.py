@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -98,8 +99,8 @@ def settings_of(
 def _answers(
     arguments: argparse.Namespace, scale: Scale | None, items: Sequence[lines.Item], files: Stream
 ) -> Generator[answering.Answered, None, None]:
+    recipe = given.recipe(arguments, prefer_strict=True)
     if scale is None:
-        recipe = given.recipe(arguments, threads=arguments.threads, prefer_strict=True)
         yield from answering.answered(recipe.load, items, files.loaded, arguments.parallel)
         return
     from specengine.replicas import cluster  # MissingExtraError without Ray
@@ -107,9 +108,9 @@ def _answers(
     with cluster.running(scale):
         from specengine.batch import spread
 
-        recipe = given.recipe(arguments, threads=cluster.threads(scale), prefer_strict=True)
+        load = dataclasses.replace(recipe, threads=cluster.threads(scale)).load
         yield from spread.in_order(
-            spread.Spread(recipe.load, scale, files.loaded).answered(items), items[0].place
+            spread.Spread(load, scale, files.loaded).answered(items), items[0].place
         )
 
 

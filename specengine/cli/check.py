@@ -112,9 +112,14 @@ def _line(policy: str, prompt: str, report: Certificate) -> str:
     position = "-" if report.position is None else str(report.position)
     gap = "-" if report.gap is None else f"{report.gap:.4f}"
     answer = report.answer
-    tau = f"{answer.stats.mean_acceptance_length:.2f}"
     return _row(
-        policy, report.verdict, position, gap, str(len(answer.token_ids)), tau, _short(prompt)
+        policy,
+        report.verdict,
+        position,
+        gap,
+        str(len(answer.token_ids)),
+        f"{answer.stats.mean_acceptance_length:.2f}",
+        _short(prompt),
     )
 
 

@@ -166,7 +166,7 @@ def add_serve(parser: Parser) -> None:
     add_declared(parser.add_argument_group("limits"), limits, SERVING)
     add_declared(
         parser.add_argument_group("replicas"),
-        ["replicas", "max_replicas", "threads", "address"],
+        ["replicas", "max_replicas", "address"],
         SCALE,
     )
     add_declared(add_draft_and_policy(parser), ["learn"])
@@ -190,7 +190,7 @@ def add_batch(parser: Parser) -> None:
         },
     )
     add_declared(parser, ["parallel"], SERVING)
-    add_declared(parser.add_argument_group("replicas"), ["replicas", "threads", "address"], SCALE)
+    add_declared(parser.add_argument_group("replicas"), ["replicas", "address"], SCALE)
     add_model(parser)
     add_draft_and_policy(parser)
     add_generation(parser)

@@ -18,8 +18,12 @@ def run(arguments: argparse.Namespace) -> int:
     named = FORMATS[arguments.format]
     layout = writer(named)
     folder: Path = arguments.folder
-    empty = folder.is_dir() and not any(folder.iterdir())
-    require("folder", str(folder), "a new or an empty folder", empty or not folder.exists())
+    require(
+        "folder",
+        str(folder),
+        "a new or an empty folder",
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+    )
     if arguments.tokens is not None and not layout.names_target:
         raise InputError(
             "tokens: the eagle format has no field for it; set it when you start the engine"

@@ -114,7 +114,6 @@ def values_of(declared: Mapping[str, Declaration], arguments: argparse.Namespace
 def recipe(
     arguments: argparse.Namespace,
     *,
-    threads: int | None = None,
     prefer_strict: bool = False,
     **changes: Any,
 ) -> EngineArguments:
@@ -127,8 +126,7 @@ def recipe(
         arguments.draft,
         arguments.policy,
         load_options(arguments) | changes,
-        threads,
-        prefer_strict,
+        prefer_strict=prefer_strict,
     )
 
 

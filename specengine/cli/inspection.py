@@ -96,9 +96,9 @@ def devices() -> dict[str, str]:
     }
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        capability = f"compute capability {properties.major}.{properties.minor}"
         by_name[f"cuda:{index}"] = (
-            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {capability}"
+            f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, "
+            f"compute capability {properties.major}.{properties.minor}"
         )
     return by_name
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from specengine import registry
 from specengine.errors import NAMES, Declaration, declared_in, did_you_mean
 from specengine.options import LoadOptions
+from specengine.replicas import Scale
 from specengine.request.declared import flags
 
 
@@ -172,6 +173,7 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> N
     accepted = "a Hugging Face id, a local folder or a GGUF file (default: the embedded model)"
     group.add_argument("model" if positional else "--model", help=accepted, **named)
     add_declared(group, OF_MODELS)
+    add_declared(group, ["threads"], declared_in(Scale))
     parser.set_defaults(tp_plan="auto" if RANKS > 1 else None)
 
 

@@ -63,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         require("learn", str(arguments.learn), "one model", arguments.learn is None)
     if scale is None:
         # set in each model's thread: one that begins while another answers would take over the one thread of that
-        threads = arguments.threads or torch.get_num_threads()
-        torch.set_num_threads(threads)
+        threads = torch.get_num_threads()
         served = [
             ServedModel(name, loader(path, threads), path, functools.partial(size_of, path))
             for name, path in models.items()

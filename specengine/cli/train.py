@@ -109,8 +109,15 @@ def run_classifier(arguments: argparse.Namespace) -> int:
     trees = collect(
         engine, prompts, arguments.folder / "trees", which, name=target_name(engine), progress=say
     )
-    out = arguments.folder / f"{arguments.kind}.safetensors"
-    print(train_classifier(arguments.kind, trees, out, how, progress=say))
+    print(
+        train_classifier(
+            arguments.kind,
+            trees,
+            arguments.folder / f"{arguments.kind}.safetensors",
+            how,
+            progress=say,
+        )
+    )
     return 0
 
 
@@ -136,8 +143,9 @@ def _classifier_options(
 
 def load_engine(arguments: argparse.Namespace, **changes: Any) -> Engine:
     """Return the engine with the target and draft of the command line, and the draft's own policy."""
-    draft = getattr(arguments, "draft", None)
-    return Engine.from_pretrained(arguments.target, draft, **load_options(arguments) | changes)
+    return Engine.from_pretrained(
+        arguments.target, getattr(arguments, "draft", None), **load_options(arguments) | changes
+    )
 
 
 def question(engine: Engine, text: str) -> list[int]:

@@ -116,8 +116,7 @@ def _verdict(device: str, costs: "PassCosts | None", averages: Seen | None) -> s
 def _judged(gain: float, kind: str) -> str:
     if abs(gain - 1) <= SAME:
         return f"Speculation changes little on this {kind} ({gain:.2f} times plain decoding)"
-    pays = "pays" if gain > 1 else "does not pay"
-    return f"Speculation {pays} on this {kind} ({gain:.2f} times plain decoding)"
+    return f"Speculation {'pays' if gain > 1 else 'does not pay'} on this {kind} ({gain:.2f} times plain decoding)"
 
 
 def _why(costs: "PassCosts | None", needed: float | None, averages: Seen) -> str:

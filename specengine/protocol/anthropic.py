@@ -178,8 +178,11 @@ def _messages(place: str, turn: ClaudeMessage) -> list[dict[str, Any]]:
             thoughts += str(block.get("thinking") or "")
         else:
             texts += text_of_part(where, block, _TEXT, _ACCEPTED)
-    more = without_empty({"tool_calls": calls, "reasoning_content": thoughts})
-    message = {"role": turn.role, "content": texts, **more}
+    message = {
+        "role": turn.role,
+        "content": texts,
+        **without_empty({"tool_calls": calls, "reasoning_content": thoughts}),
+    }
     return [*messages, message] if texts or calls or thoughts or not messages else messages
 
 
@@ -290,8 +293,12 @@ class MessagesReply(OneReply):
 def _block(part: Part, begun: bool = False) -> dict[str, Any]:
     """Return a block of content; begun: without what its deltas say."""
     if isinstance(part, ToolCall):
-        arguments = {} if begun else part.values
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": arguments}
+        return {
+            "type": "tool_use",
+            "id": part.id,
+            "name": part.name,
+            "input": {} if begun else part.values,
+        }
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "" if begun else part.text, "signature": ""}
     return {"type": "text", "text": "" if begun else part}

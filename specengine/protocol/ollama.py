@@ -253,10 +253,10 @@ class OllamaReply(OneReply):
 
     def _said(self, parts: Sequence[Part], rated: list[Any]) -> dict[str, Any]:
         text, thoughts = text_of_parts(parts), thoughts_of(parts)
-        calls = [call for call in calls_of(parts) if call.whole]  # clients run what they get
         called = [
             {"id": call.id, "function": {"name": call.name, "arguments": call.values}}
-            for call in calls
+            for call in calls_of(parts)
+            if call.whole  # clients run what they get
         ]
         extra = without_empty({"thinking": thoughts, "tool_calls": called})
         content: Mapping[str, Any] = (

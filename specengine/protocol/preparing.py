@@ -142,8 +142,11 @@ def fim_prompt(around: Infill, tokenizer: Any) -> list[int]:
         current += ids("", form.current)
     before = [*ids(tokens.prefix, ""), *within, *ids("", around.prefix)]
     after = ids(tokens.suffix, around.suffix)
-    parts = after + before if tokens.suffix_first else before + after
-    return outside + parts + ids(tokens.middle, "")
+    return [
+        *outside,
+        *(after + before if tokens.suffix_first else before + after),
+        *ids(tokens.middle, ""),
+    ]
 
 
 def fim_ends(tokenizer: Any) -> list[int]:

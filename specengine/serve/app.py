@@ -190,8 +190,9 @@ def _operation(app: FastAPI, models: Models) -> None:
 
     @app.get("/v1/models", summary="The models")
     async def listed() -> Response:
-        data = [described(worker) for worker in models.workers.values()]
-        return json_response({"object": "list", "data": data})
+        return json_response(
+            {"object": "list", "data": [described(one) for one in models.workers.values()]}
+        )
 
     @app.get("/v1/models/{model:path}", summary="The model of that name")
     async def model(model: str) -> Response:

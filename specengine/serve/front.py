@@ -437,8 +437,10 @@ class ConversationRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return ranks of replicas: Ray takes the least busy one of the first rank with room."""
         last = pending_request and self._last.get(pending_request.kwargs.get("conversation") or "")
-        same = [replica for replica in candidate_replicas if replica.replica_id == last]
-        return [same, random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        return [
+            [replica for replica in candidate_replicas if replica.replica_id == last],
+            random.sample(candidate_replicas, min(2, len(candidate_replicas))),
+        ]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any

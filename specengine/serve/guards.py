@@ -61,8 +61,10 @@ class Guard:
         if problem is not None:
             await refusal(problem, path, self.failed)(scope, receive, send)
             return
-        others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
-        scope["headers"] = [*others, (b"content-type", JSON.encode())]
+        scope["headers"] = [
+            *(pair for pair in scope["headers"] if pair[0] != b"content-type"),
+            (b"content-type", JSON.encode()),
+        ]
         count = 0
 
         async def counted() -> Message:

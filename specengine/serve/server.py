@@ -208,8 +208,11 @@ class Server(uvicorn.Server):
     """Told to stop, it answers what it has within `drain_seconds` and refuses what comes; told again, it just ends."""
 
     def __init__(self, models: Models, **options: Any) -> None:
-        limits = connections(models.settings)
-        super().__init__(uvicorn.Config(create_app(models), lifespan="on", **limits, **options))
+        super().__init__(
+            uvicorn.Config(
+                create_app(models), lifespan="on", **connections(models.settings), **options
+            )
+        )
         self.models = models
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

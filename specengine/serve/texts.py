@@ -117,8 +117,9 @@ def _tokens(app: FastAPI, models: Models) -> None:
         asked = await read_beside(
             counted, lambda: CheckedRequest(counted, models.settings, renamed=anthropic.NAMES)
         )
-        tokens = await read(models.named(counted.model), asked.prompt_ids)
-        return json_response({"input_tokens": len(tokens)})
+        return json_response(
+            {"input_tokens": len(await read(models.named(counted.model), asked.prompt_ids))}
+        )
 
 
 def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[str, Any]:

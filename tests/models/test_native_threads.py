@@ -117,3 +117,25 @@ def test_a_thread_begun_during_a_forward_has_as_many_threads_as_the_others() -> 
     newest.join(60)
     assert seen == [3, 3, 3]
     assert torch.get_num_threads() == 3
+
+
+MANY, CROWDED = (4, 8), 5.0  # threads; the most that their time may be, over that of two
+
+
+@pytest.mark.slow
+def test_more_threads_than_cores_change_no_bits_and_cost_no_multiple() -> None:
+    engine = engine_of("llama", "eagle-3")
+    seconds: dict[int, float] = {}
+    expected = engine.generate(PROMPT, max_new_tokens=TOKENS).token_ids
+    try:
+        for _ in range(5):  # the best of each number, so that others on the machine count little
+            for threads in (2, *MANY):
+                torch.set_num_threads(threads)
+                began = time.perf_counter()
+                result = engine.generate(PROMPT, max_new_tokens=TOKENS)
+                spent = time.perf_counter() - began
+                assert result.token_ids == expected, threads
+                seconds[threads] = min(spent, seconds.get(threads, spent))
+    finally:
+        torch.set_num_threads(1)
+    assert all(seconds[threads] < CROWDED * seconds[2] for threads in MANY), seconds
