@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    ours = Engine.from_pretrained(dtype=args.dtype)
+    ours = Engine.from_pretrained(dtype=args.dtype, memory="off")
     plain = Engine(ours.target, None, None, ours.tokenizer)
     rows = []
     for name, case in cases(ours.target.vocab_size).items():

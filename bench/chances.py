@@ -98,7 +98,7 @@ def main() -> None:
     given: dict[str, Any] = {} if args.draft is None else {"draft": args.draft}
     policies = [Watched() for _ in args.model or [None]]
     for model, policy in zip(args.model or [None], policies, strict=True):
-        engine = Engine.from_pretrained(model, policy=policy, **given)
+        engine = Engine.from_pretrained(model, policy=policy, memory="off", **given)
         for number, prompt in enumerate(prompts):
             for temperature in (0.0, 1.0):
                 engine.generate(

@@ -92,7 +92,8 @@ def _records(
     model = model.to(args.device)
     drafts = {"ngram": "ngram", "small_model": first_layers(model, args.draft_layers)}
     engines = {
-        name: Engine.from_pretrained(model, draft, "chain") for name, draft in drafts.items()
+        name: Engine.from_pretrained(model, draft, "chain", memory="off")
+        for name, draft in drafts.items()
     }
     plain = Comparison.plain(engines["ngram"])
     for seed in (None if seed == "greedy" else int(seed) for seed in args.seeds):

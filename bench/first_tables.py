@@ -67,7 +67,7 @@ def main() -> None:
 def _records(args: argparse.Namespace) -> Iterator[Record]:
     before = processor_times()
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine.from_pretrained(args.model, args.draft)
+        engine = Engine.from_pretrained(args.model, args.draft, memory="off")
         parts = {"tables": _tables, "calibrations": _calibrations, "plain": _over_plain}
         yield from parts[args.part](engine, args, Path(folder))
     yield {"record": "load", "others": share_of_others(before)}

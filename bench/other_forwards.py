@@ -57,7 +57,7 @@ def paths() -> Iterator[Record]:
     )
     model = Lfm2ForCausalLM(config).eval()
     loaded = {
-        draft: Engine.from_pretrained(model, draft, backend="huggingface")
+        draft: Engine.from_pretrained(model, draft, backend="huggingface", memory="off")
         for draft in ("none", "recycling")
     }
     ways = {"plain": speed(loaded["none"])}

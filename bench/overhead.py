@@ -99,7 +99,9 @@ def _host_share(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     policies = ("chain", "fixed", "eagle", None)
     settings = [("plain", "none"), *((policy, draft) for draft in drafts for policy in policies)]
     for policy, draft in settings:
-        engine = Engine.from_pretrained(model, drafts[draft]() if draft != "none" else None, policy)
+        engine = Engine.from_pretrained(
+            model, drafts[draft]() if draft != "none" else None, policy, memory="off"
+        )
         for sampling in (
             {},
             {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0},
@@ -160,7 +162,7 @@ def _peak_memory(args: argparse.Namespace) -> int:
     policy = "plain" if args.memory_of == "plain" else None
     if args.memory_of == "small_model":
         draft = first_layers(model, 4)
-    engine = Engine.from_pretrained(model, draft, policy)
+    engine = Engine.from_pretrained(model, draft, policy, memory="off")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading the weights
     engine.generate(_prompt(engine, args.memory_context), max_new_tokens=64, eos_token_id=[])
     status = Path("/proc/self/status").read_text()

@@ -230,7 +230,7 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
             asyncio.run(
                 crowd(address, max(args.clients), prompts(max(args.clients)), args.max_new_tokens)
             )
-        engine = Engine.from_pretrained(args.file and str(args.file))
+        engine = Engine.from_pretrained(args.file and str(args.file), memory="off")
         torch.set_num_threads(args.threads)
         answer_alone(engine, prompts(2), args.max_new_tokens)
         for turn in range(args.rounds):

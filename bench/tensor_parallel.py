@@ -69,7 +69,13 @@ def _run(ranks: int, threads: int, arguments: list[str]) -> dict[str, Any]:
 def _answer(args: argparse.Namespace) -> None:
     plan = "auto" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     engine = Engine.from_pretrained(
-        args.model, "recycling", tp_plan=plan, backend="huggingface", dtype=args.dtype, offline=True
+        args.model,
+        "recycling",
+        tp_plan=plan,
+        backend="huggingface",
+        dtype=args.dtype,
+        offline=True,
+        memory="off",
     )
     found: dict[str, Any] = {}
     answers: dict[str, list[list[int]]] = {"plain": [], "auto": []}

@@ -31,6 +31,8 @@ from specengine.request.sampling import History, Sampler, Stopper, of_rows
 
 REST = Plan(rests=True)  # of plain decoding, and of trees that are their root alone
 MAX_REPEATED = 32  # tokens
+# tokens of earlier texts that are compared, and how many of these count as one that repeats
+MAX_RECALLED, RECALLED = 128, 2
 MOST_PUT_OFF = 64  # plain cycles that a drafter is handed at once: more of them have the interpreter collect garbage
 
 
@@ -45,6 +47,7 @@ class Lane:
     source  drafter to grow trees from: the engine's own, wrapped where the request asks for it; None for plain decoding
     origins where nodes come from, noted where they are wanted
     began   time.perf_counter() at the start, in seconds
+    memory  of earlier texts, a TextMemory of csrc/spec/memory.hpp, or None
     reason  why the answer has ended; None while it goes on
     """
 
@@ -58,6 +61,7 @@ class Lane:
     limit: int
     source: Drafter | None = None
     origins: Origins | None = None
+    memory: Any = None
     began: float = field(default_factory=time.perf_counter)
     reason: str | None = None
 
@@ -650,7 +654,7 @@ def commit(
         origins,
         logprobs,
         driver.target.experts,
-        repeated=repeated(lane.history.ids[0]) if copies else 0,
+        repeated=repeated(lane.history.ids[0], lane.memory) if copies else 0,
         end=end,
     )
     if driver.drafter is not None and driver.policy is not None:
@@ -666,15 +670,20 @@ def commit(
     return cycle
 
 
-def repeated(tokens: Tensor) -> int:
-    """Return the length of the longest suffix that occurs earlier too, at most MAX_REPEATED. tokens: int64 [n]"""
+def repeated(tokens: Tensor, memory: Any = None) -> int:
+    """Return the length of the longest suffix that occurs earlier too, at most MAX_REPEATED. tokens: int64 [n]
+
+    memory: of earlier texts, in which a suffix counts for a share of its length, as fewer of them go on alike.
+    """
     text = tokens.cpu().numpy()
+    matches = [] if memory is None else memory.recall(text[-MAX_RECALLED:].tolist())
+    recalled = matches[0][0] if matches else 0
     count, ends = 0, (text[:-1] == text[-1]).nonzero()[0]
     while len(ends) and count < MAX_REPEATED:
         count += 1
         ends = ends[ends >= count]
         ends = ends[text[ends - count] == text[-1 - count]]
-    return count
+    return max(count, min(recalled // RECALLED, MAX_REPEATED))
 
 
 def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:

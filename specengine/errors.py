@@ -175,6 +175,12 @@ def require_value(field: str, value: Any, accepted: str, holds: bool) -> None:
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
 
 
+def require_intact(problem: str, holds: bool) -> None:
+    """Raise CheckpointError with this text unless `holds`."""
+    if not holds:
+        raise CheckpointError(problem)
+
+
 def require_minimum(options: Any, owner: str = "", /, **minimums: float) -> None:
     """Raise InputError if a field of `options` is below its minimum. owner: stands before the field's name."""
     for field, minimum in minimums.items():

@@ -39,14 +39,14 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @contextmanager
-def atomic(file: Path) -> Iterator[Path]:
+def atomic(file: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yield a path to write to; its content becomes `file` at the end, unless there was an error.
 
-    It has the permissions of any new file of this user.
+    mode: its permissions, less what the user's umask takes from any new file.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        temporary.touch()
+        temporary.touch(mode)
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)

@@ -83,6 +83,9 @@ class LoadOptions(Checked):
                        (max_position_embeddings, or what scaled positions reach)
     learn              a folder to keep prompts and answers in as token ids; an EAGLE head drafts by what `specengine
                        train learn` has made of it there, without graphs
+    memory             where up to 64 MB of texts of requests are kept, which later drafts copy from: `off` (the default),
+                       `process`, `disk` (the cache folder), or a folder
+    memory_from        a JSONL file, or a folder of text files such as a repository, to begin the memory with
     progress           called with lines about what takes long; by default they go to stderr
     """
 
@@ -162,6 +165,17 @@ class LoadOptions(Checked):
         help="keep prompts and answers in this folder as token ids, and let the draft's head learn from them while "
         "nothing is asked; answers stay the same (default: nothing is kept)",
         metavar="DIR",
+    )
+    memory: Any = option(
+        reader("off, process, disk, a folder or none", _is_folder, str),
+        help="where texts are kept for drafts to copy from later: off (default), process, disk (the cache folder) or "
+        "a folder",
+        metavar="DIR",
+    )
+    memory_from: Any = option(
+        reader("a JSONL file, a folder or none", _is_folder, str),
+        help="texts that drafts copy from at once: a JSONL file, or a folder",
+        metavar="PATH",
     )
     progress: Callable[[str], None] | None = option()
 

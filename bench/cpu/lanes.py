@@ -28,7 +28,7 @@ WAYS = ("plain", "auto")
 
 def pools(lanes: list[int], model: str | None) -> dict[tuple[str, int], Pool]:
     """Return a pool of every way and size, on one model's weights."""
-    engine = Engine.from_pretrained(model)
+    engine = Engine.from_pretrained(model, memory="off")
     plain = Engine(engine.target, None, None, engine.tokenizer)
     return {
         (way, count): Pool(plain if way == "plain" else engine, count)

@@ -45,7 +45,7 @@ class Own:
     """Ways of this engine. An answer has no earlier one's cached tokens, and a round not what an earlier one learnt."""
 
     def __init__(self, file: Path | None) -> None:
-        self._engine = Engine.from_pretrained(None if file is None else str(file))
+        self._engine = Engine.from_pretrained(None if file is None else str(file), memory="off")
         self.tokenizer: Any = self._engine.tokenizer
         self.backend = self._engine.target.backend
         self._plain = Engine(self._engine.target, None, None, self.tokenizer)

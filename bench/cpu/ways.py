@@ -129,7 +129,7 @@ class Given:
         if kind.backend == "native":
             options["numerics"] = "integer" if kind.integer else options.get("dtype", "bfloat16")
         try:
-            engine = Engine.from_pretrained(model, draft, **options)
+            engine = Engine.from_pretrained(model, draft, memory="off", **options)
         except SpecEngineError as error:
             raise Unavailable(f"{type(error).__name__}: {error}") from error
         module = type(engine.target).__module__.removeprefix("specengine.models.")

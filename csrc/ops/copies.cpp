@@ -93,7 +93,42 @@ void learn(spec::SuccessorTable& table, handle tokens, const spec::Tokens& path,
   if (copies) copies->observe(committed);
 }
 
+// Length and followers, with their counts, of each length of match, the longest first.
+py::list recall(const spec::TextMemory& memory, const spec::Tokens& context) {
+  py::list out;
+  for (const spec::Recalled& match : memory.recall(spec::Context(context.rbegin(), context.rend()), 0)) {
+    py::dict followers;
+    for (const spec::Share& share : match.followers) followers[py::int_(share.token)] = static_cast<int64_t>(share.probability);
+    out.append(py::make_tuple(match.length, followers));
+  }
+  return out;
+}
+
+bool remember(spec::TextMemory& memory, const spec::Tokens& tokens) {
+  for (const int64_t token : tokens) require(token >= 0 && token < kMostLength, "tokens", token, "0 to 2^31 - 1");
+  return memory.add(tokens);
+}
+
+py::bytes records(const std::vector<spec::Tokens>& texts) {
+  std::string out;
+  for (const spec::Tokens& text : texts) spec::TextMemory::record(text, out);
+  return out;
+}
+
 void add_to(py::module_& module) {
+  py::class_<spec::TextMemory, std::shared_ptr<spec::TextMemory>>(module, "TextMemory")
+      .def(py::init<int64_t>())
+      .def("limit", &spec::TextMemory::limit)
+      .def("add", remember)
+      .def("recall", recall)
+      .def("read",
+           [](spec::TextMemory& memory, const py::bytes& data, int64_t vocabulary) {
+             require(vocabulary <= kMostLength, "vocabulary", vocabulary, "up to 2^31");
+             return memory.read(data, vocabulary);
+           })
+      .def_static("records", records)
+      .def("texts", &spec::TextMemory::texts)
+      .def_property_readonly("bytes", &spec::TextMemory::bytes);
   py::class_<spec::Suffixes>(module, "Suffixes")
       .def(py::init([](int64_t shortest, int64_t longest) {
         require(longest >= 1 && longest < kMostLength, "longest", longest, "1 to 2^31 - 1");
@@ -123,7 +158,7 @@ void add_to(py::module_& module) {
         require(followers >= 1, "followers", followers, "1 or more");
         return new spec::Copies(std::move(hits), weight, ceiling, static_cast<size_t>(followers));
       }))
-      .def("begin", &spec::Copies::begin)
+      .def("begin", &spec::Copies::begin, py::arg("prompt"), py::arg("expected"), py::arg("memory") = nullptr)
       .def("clear", &spec::Copies::clear)
       .def("observe", &spec::Copies::observe)
       .def("columns",

@@ -15,23 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include "spec/memory.hpp"
+#include "spec/shares.hpp"
+
 namespace spec {
-
-using Tokens = std::vector<int64_t>;
-using Context = std::vector<int64_t>;  // the last tokens, the newest first
-
-struct Share {
-  int64_t token;
-  double probability;
-};
-using Shares = std::vector<Share>;
-
-template <typename Any>
-auto find(Any& shares, int64_t token) {
-  auto* share = shares.data();
-  while (share != shares.data() + shares.size() && share->token != token) ++share;
-  return share != shares.data() + shares.size() ? share : nullptr;
-}
 
 // Rounded before it is added to anything: a fused product would have other bits than Python's.
 inline double product(double a, double b) {
@@ -160,24 +147,18 @@ class Suffixes {
   }
 
   // Behind the node of a tree whose root follows this sequence, or behind the sequence. ValueError for wrong parents.
-  Context context(const int64_t* tokens, const int64_t* parents, int64_t node) const {
+  Context context(const int64_t* tokens, const int64_t* parents, int64_t node, int64_t most) const {
     Context context;
-    for (; node >= 0 && room(context); node = parents[node]) {
+    for (; node >= 0 && static_cast<int64_t>(context.size()) < most; node = parents[node]) {
       if (node > 0 && (parents[node] < 0 || parents[node] >= node))
         throw std::invalid_argument("parents: got " + std::to_string(parents[node]) + ", accepted earlier nodes");
       context.push_back(tokens[node]);
       if (node == 0) break;
     }
-    return with_text(std::move(context));
+    return with_text(std::move(context), most);
   }
-  Context context() const { return with_text({}); }
-
-  Context extended(const Context& before, int64_t token) const {
-    Context context{token};
-    const size_t kept = std::min(before.size(), static_cast<size_t>(longest_) - 1);
-    context.insert(context.end(), before.begin(), before.begin() + static_cast<std::ptrdiff_t>(kept));
-    return context;
-  }
+  Context context(int64_t most) const { return with_text({}, most); }
+  Context context() const { return context(longest_); }
 
   int64_t follower(const Match& match) const { return tokens_[static_cast<size_t>(match.place)]; }
 
@@ -200,10 +181,8 @@ class Suffixes {
     int64_t place;
   };
 
-  bool room(const Context& context) const { return static_cast<int64_t>(context.size()) < longest_; }
-
-  Context with_text(Context context) const {
-    for (size_t i = tokens_.size(); i > 0 && room(context); --i) context.push_back(tokens_[i - 1]);
+  Context with_text(Context context, int64_t most) const {
+    for (size_t i = tokens_.size(); i > 0 && static_cast<int64_t>(context.size()) < most; --i) context.push_back(tokens_[i - 1]);
     return context;
   }
 
@@ -310,7 +289,8 @@ struct Growing {
   int64_t count;
 };
 
-// The copies of two texts: of prompt and answer, and of the text that the caller expects the answer to be like.
+// The copies of two texts: of prompt and answer, and of the text that the caller expects the answer to be like; and of
+// earlier texts, where a match there is longer than one in prompt and answer.
 class Copies {
  public:
   // hits: by length of a match, how often such matches are right; weight: of how many matches that counts for as many;
@@ -321,8 +301,11 @@ class Copies {
     forget_hits();
   }
 
-  // prompt: without its last token, which is the first of `expected` unless that is empty.
-  void begin(const Tokens& prompt, const Tokens& expected) {
+  // prompt: without its last token, which is the first of `expected` unless that is empty; memory: of earlier texts, or
+  // null.
+  void begin(const Tokens& prompt, const Tokens& expected, std::shared_ptr<TextMemory> memory = nullptr) {
+    memory_ = std::move(memory);
+    if (memory_) recalled_ = RecallRates(memory_->rates(), weight_);
     written_.text.become(prompt);
     Tokens before;
     if (!expected.empty()) {
@@ -343,7 +326,12 @@ class Copies {
   // The text continues with these tokens.
   void observe(const Tokens& tokens) {
     for (const int64_t token : tokens) {
-      const Context context = written_.text.context();
+      const Context context = written_.text.context(reach());
+      if (memory_) {
+        const Recall recall = recalled(context);
+        memory_->judge(recall, token);
+        recalled_.judge(recall, token, DBL_MAX);
+      }
       written_.judge(context, token);
       expected_.judge(context, token);
       written_.text.extend(token);
@@ -364,7 +352,7 @@ class Copies {
     std::unordered_map<int64_t, int64_t> added;
     bool any = false;
     for (int64_t row = 0; row < count; ++row) {
-      Mixture& mixture = rows[static_cast<size_t>(row)] = after(written_.text.context(tokens, parents, nodes[row]));
+      Mixture& mixture = rows[static_cast<size_t>(row)] = after(written_.text.context(tokens, parents, nodes[row], reach()));
       any = any || !mixture.copied.empty();
       for (const Share& share : mixture.copied)
         if (column_of(share.token, width) < 0 &&
@@ -391,7 +379,7 @@ class Copies {
     for (int64_t i = 0; i < tree.count; ++i) {
       const double score = tree.scores[tree.nodes[i]];
       if (score >= least) waiting.emplace(-score, parents.size(), -1);
-      parents.push_back({tree.nodes[i], written_.text.context(tree.tokens, tree.parents, tree.nodes[i]), score, {}});
+      parents.push_back({tree.nodes[i], written_.text.context(tree.tokens, tree.parents, tree.nodes[i], reach()), score, {}});
     }
     FreeNodes out;
     while (!waiting.empty() && static_cast<int64_t>(out.tokens.size()) < most) {
@@ -409,7 +397,10 @@ class Copies {
         out.marks.push_back(proposal.mark);
         out.ranks.push_back(rank);
         waiting.emplace(cost, parents.size(), -1);
-        Context context = written_.text.extended(parents[place].context, proposal.token);
+        Context context{proposal.token};
+        const Context& before = parents[place].context;
+        const auto kept = std::min(static_cast<int64_t>(before.size()), reach() - 1);
+        context.insert(context.end(), before.begin(), before.begin() + static_cast<std::ptrdiff_t>(kept));
         parents.push_back({tree.size + static_cast<int64_t>(out.tokens.size()) - 1, std::move(context), -cost, {}});
       }
       const Parent& parent = parents[place];
@@ -458,6 +449,14 @@ class Copies {
 
   int64_t longest() const { return static_cast<int64_t>(prior_.size()); }
 
+  // Tokens of a context that are looked at.
+  int64_t reach() const { return memory_ ? std::max(longest(), TextMemory::kDepth) : longest(); }
+
+  // What earlier texts say, where they know more of the context than prompt and answer do.
+  Recall recalled(const Context& context) const {
+    return memory_->recall(context, written_.text.longest_match(context).length);
+  }
+
   void forget_hits() {
     for (Source* source : {&written_, &expected_}) {
       source->hits.clear();
@@ -469,8 +468,23 @@ class Copies {
   Mixture after(const Context& context) const {
     Mixture mixture;
     mix(mixture, written_, context);
+    if (memory_) remember(mixture, recalled(context));
     mix(mixture, expected_, context);
     return mixture;
+  }
+
+  // The continuations of earlier texts, the longest matches on top.
+  void remember(Mixture& mixture, Recall recall) const {
+    for (size_t rank = recall.size(); rank-- > 0;) {
+      Shares& followers = recall[rank].followers;
+      double total = 0.0;
+      for (const Share& share : followers) total += share.probability;
+      for (Share& share : followers) share.probability /= total;
+      std::stable_sort(followers.begin(), followers.end(),
+                       [](const Share& a, const Share& b) { return a.probability > b.probability; });
+      followers.resize(std::min(followers.size(), followers_));
+      add(mixture, followers, std::min(recalled_.of(rank, recall[rank].length), ceiling_));
+    }
   }
 
   // The continuations of `context` in a text, on top of what is copied so far.
@@ -479,7 +493,11 @@ class Copies {
     if (match.length == 0) return;
     const auto at = static_cast<size_t>(match.length - 1);
     const double weight = std::min(source.hits[at] / source.tries[at], ceiling_);
-    Shares copied = match.followers ? match.followers->commonest(followers_) : Shares{{source.text.follower(match), 1.0}};
+    add(mixture, match.followers ? match.followers->commonest(followers_) : Shares{{source.text.follower(match), 1.0}}, weight);
+  }
+
+  // Put continuations on top of what is copied so far; weight: the share of the whole that they take.
+  static void add(Mixture& mixture, Shares copied, double weight) {
     for (Share& share : copied) share.probability = weight * share.probability;
     for (const Share& before : mixture.copied) {
       const double kept = product(1.0 - weight, before.probability);
@@ -532,6 +550,8 @@ class Copies {
   const double weight_, ceiling_;
   const size_t followers_;
   Source written_, expected_;
+  std::shared_ptr<TextMemory> memory_;
+  RecallRates recalled_{1.0};  // in this text
   bool by_id_ = false;
   std::unordered_map<int64_t, int64_t> columns_;
 };

@@ -102,22 +102,21 @@ def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> Pr
 def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError, which names the field, for sizes and numbers that no model has."""
     decoder = config.get_text_config(decoder=True)
-    if not isinstance(decoder, PretrainedConfig):
-        raise _refused(name, "text_config", decoder, "an object")
+    _require(name, "text_config", decoder, "an object", isinstance(decoder, PretrainedConfig))
     for field, most in MAX_SIZES.items():
         value = stated(decoder, field)
         for size in value if isinstance(value, list | tuple) else [value]:
-            if size is not None and (type(size) is not int or not 1 <= size <= most):
-                raise _refused(name, field, size, f"a whole number, 1 to {most}")
+            holds = size is None or (type(size) is int and 1 <= size <= most)
+            _require(name, field, size, f"a whole number, 1 to {most}", holds)
     for field in EPSILONS:
         value = stated(decoder, field)
-        if value is not None and (type(value) not in (int, float) or not 0 < value <= 1):
-            raise _refused(name, field, value, "a number above 0, at most 1")
-    if not isinstance(config.dtype, torch.dtype | None):
-        raise _refused(name, "dtype", config.dtype, "the name of a torch.dtype")
-    window = stated(decoder, "sliding_window")
-    if not isinstance(window, int | None):
-        raise _refused(name, "sliding_window", window, "a whole number")
+        holds = value is None or (type(value) in (int, float) and 0 < value <= 1)
+        _require(name, field, value, "a number above 0, at most 1", holds)
+    dtype, window = config.dtype, stated(decoder, "sliding_window")
+    _require(
+        name, "dtype", dtype, "the name of a torch.dtype", isinstance(dtype, torch.dtype | None)
+    )
+    _require(name, "sliding_window", window, "a whole number", isinstance(window, int | None))
     _refuse_rotary_nonsense(name, getattr(decoder, "rope_parameters", None) or {})
 
 
@@ -127,10 +126,12 @@ def _refuse_rotary_nonsense(name: str | Path, stated: dict[str, Any]) -> None:
         *(value for value in stated.values() if isinstance(value, dict)),
     ):  # or one by layer type
         theta = rope.get("rope_theta", 1)
-        if type(theta) not in (int, float) or not 1 <= theta <= MAX_THETA:
-            raise _refused(name, "rope_theta", theta, f"a number, 1 to {MAX_THETA:g}")
-        if not isinstance(original := rope.get(_ORIGINAL), int | float | None):
-            raise _refused(name, _ORIGINAL, original, "a whole number")
+        holds = type(theta) in (int, float) and 1 <= theta <= MAX_THETA
+        _require(name, "rope_theta", theta, f"a number, 1 to {MAX_THETA:g}", holds)
+        original = rope.get(_ORIGINAL)
+        _require(
+            name, _ORIGINAL, original, "a whole number", isinstance(original, int | float | None)
+        )
 
 
 def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
@@ -200,10 +201,11 @@ def wrapped(expected: Collection[str], stored: Iterable[str]) -> list[str]:
     return []
 
 
-def _refused(name: str | Path, field: str, value: Any, accepted: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}"
-    )
+def _require(name: str | Path, field: str, value: Any, accepted: str, holds: bool) -> None:
+    if not holds:
+        raise UnsupportedModelError(
+            f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}"
+        )
 
 
 # ---- adapters of PEFT: transformers applies them, or they are refused by name

@@ -23,7 +23,7 @@ from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.gguf import Kind, dequantize
 from specengine.checkpoints.heads import layouts
 from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
-from specengine.errors import CheckpointError, shown, why_not_loaded
+from specengine.errors import CheckpointError, require_intact, shown, why_not_loaded
 from specengine.files import atomic, read_object, write_whole
 from specengine.models.eagle import (
     EagleConfig,
@@ -181,10 +181,10 @@ def _layout(
     layout = layouts.layout_of(raw)
     if producer is not None:
         chosen = layouts.named(producer)
-        if chosen.family != layout.family:
-            raise CheckpointError(
-                f"producer: got {producer!r}, but the config has the {layout.family} layout"
-            )
+        require_intact(
+            f"producer: got {producer!r}, but the config has the {layout.family} layout",
+            chosen.family == layout.family,
+        )
         layout = chosen
     return layout(raw, tensors, chosen=producer is not None, layer_ids=layer_ids)
 
@@ -195,18 +195,17 @@ def _require_frequencies(config: EagleConfig) -> None:
         frequencies, scale = rope_frequencies(config)
     except (ArithmeticError, ValueError) as error:
         raise CheckpointError(f"rope_parameters: {error}") from error
-    if not (bool(frequencies.isfinite().all()) and math.isfinite(scale)):
-        raise CheckpointError(
-            f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite"
-        )
+    require_intact(
+        f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite",
+        bool(frequencies.isfinite().all()) and math.isfinite(scale),
+    )
 
 
 def writer(layout: str) -> type[Layout]:
     """Return the layout that is written under this name; CheckpointError lists the names."""
     every = map(layouts.named, layouts.names())
     writers = {layout.family: layout for layout in every if "written" in vars(layout)}
-    if layout not in writers:
-        raise CheckpointError(f"layout: got {layout!r}, accepted {', '.join(writers)}")
+    require_intact(f"layout: got {layout!r}, accepted {', '.join(writers)}", layout in writers)
     return writers[layout]
 
 
@@ -259,8 +258,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files, or else the pickles."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin")
+    require_intact(f"{folder}: holds neither model.safetensors nor pytorch_model.bin", bool(files))
     return files
 
 
@@ -288,12 +286,13 @@ def _read_tensors(folder: Path) -> State:
             raise CheckpointError(
                 f"{file}: cannot be read as weights ({why_not_loaded(error)})"
             ) from error
-        if not isinstance(stored, dict) or not all(
-            isinstance(tensor, Tensor) for tensor in stored.values()
-        ):
-            raise CheckpointError(f"{file}: must hold nothing but named tensors")
-        if twice := sorted(tensors.keys() & stored.keys()):
-            raise CheckpointError(f"{file}: {', '.join(twice)} are in another file as well")
+        require_intact(
+            f"{file}: must hold nothing but named tensors",
+            isinstance(stored, dict)
+            and all(isinstance(tensor, Tensor) for tensor in stored.values()),
+        )
+        twice = sorted(tensors.keys() & stored.keys())
+        require_intact(f"{file}: {', '.join(twice)} are in another file as well", not twice)
         tensors |= stored
     return dict(_unpacked(folder, name, tensors) for name in tensors)
 
@@ -320,8 +319,7 @@ def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State
     state: State = {}
     for name, tensor in tensors.items():
         new = with_prefix(name, prefixes)
-        if new in state:
-            raise CheckpointError(f"{folder}: two tensors have the name {new}")
+        require_intact(f"{folder}: two tensors have the name {new}", new not in state)
         state[new] = tensor
     return state
 
@@ -352,8 +350,7 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
     draft, target = config.draft_vocab_size, config.vocab_size
     if config.version == 1:
         unused = [name for name, tensor in (("d2t", d2t), ("t2d", t2d)) if tensor is not None]
-        if unused:
-            raise CheckpointError(f"{folder}: unused tensors {', '.join(unused)}")
+        require_intact(f"{folder}: unused tensors {', '.join(unused)}", not unused)
         return notes
     if t2d is not None and (t2d.shape != (target,) or t2d.dtype not in (torch.bool, torch.uint8)):
         raise CheckpointError(f"{folder}: t2d: bool [{target}] is needed, got {_shape(t2d)}")
@@ -361,14 +358,16 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         notes.append("t2d marks no token: ignored")
         t2d = None
     if d2t is None:
-        if draft < target:
-            raise CheckpointError(
-                f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted"
-            )
+        require_intact(
+            f"{folder}: d2t is missing, but {draft} of {target} tokens are drafted",
+            draft >= target,
+        )
         return notes
     ids = _drafted_ids(folder, d2t, draft, target)
-    if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
-        raise CheckpointError(f"{folder}: t2d and d2t disagree on which tokens are drafted")
+    require_intact(
+        f"{folder}: t2d and d2t disagree on which tokens are drafted",
+        t2d is None or torch.equal(t2d.bool().nonzero().flatten(), ids),
+    )
     if draft == target:
         return [*notes, "d2t is the identity"]
     if not d2t.any():
@@ -379,8 +378,10 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
 
 def _drafted_ids(folder: Path, d2t: Tensor, draft: int, target: int) -> Tensor:
     """Return the target's token of each column, int64 [draft]; CheckpointError unless they ascend below `target`."""
-    if d2t.shape != (draft,) or d2t.is_floating_point() or d2t.dtype is torch.bool:
-        raise CheckpointError(f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}")
+    require_intact(
+        f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}",
+        d2t.shape == (draft,) and not d2t.is_floating_point() and d2t.dtype is not torch.bool,
+    )
     ids = d2t.to(torch.int64) + torch.arange(draft, dtype=torch.int64, device="cpu")
     if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
         hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""

@@ -56,11 +56,8 @@ class PinnedFile:
 
 
 def sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 NAME = "smollm2-135m-instruct"

@@ -67,7 +67,7 @@ def add_generate(parser: Parser) -> None:
         },
     )
     add_model(parser)
-    add_draft_and_policy(parser)
+    add_declared(add_draft_and_policy(parser), ["memory", "memory_from"])
     add_generation(parser)
 
 
@@ -94,7 +94,7 @@ def add_chat(parser: Parser) -> None:
         },
     )
     add_model(parser)
-    add_declared(add_draft_and_policy(parser), ["learn"])
+    add_declared(add_draft_and_policy(parser), ["learn", "memory", "memory_from"])
     add_generation(parser)
 
 
@@ -169,7 +169,7 @@ def add_serve(parser: Parser) -> None:
         ["replicas", "max_replicas", "address"],
         SCALE,
     )
-    add_declared(add_draft_and_policy(parser), ["learn"])
+    add_declared(add_draft_and_policy(parser), ["learn", "memory", "memory_from"])
 
 
 def add_batch(parser: Parser) -> None:
@@ -395,7 +395,7 @@ def add_trace(parser: Parser) -> None:
 
 
 # folders of the cache that can be made again, or missed
-KEPT = "models", "costs", "downloads", "history"
+KEPT = "models", "costs", "downloads", "history", "memory"
 
 
 def add_list(parser: Parser) -> None:

@@ -21,6 +21,7 @@ ABOUT = {  # of the cache folder's own folders
     "costs": "measured costs, measured again when they are needed",
     "downloads": "a download that was interrupted",
     "history": "what was typed into `chat`",
+    "memory": "prompts and answers, kept by `--memory disk`",
 }
 
 

@@ -19,8 +19,8 @@ from specengine.train.classifier.training import train_classifier
 from specengine.train.classifier.trees import collect, questions
 from specengine.train.draft.options import RECIPES, Loss, TrainOptions, make_loss
 from specengine.train.draft.training import train_draft
+from specengine.train.text import SynthesisOptions
 from specengine.train.text.corpus import Corpus
-from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
 
 TEXT_SHARE = 0.4  # of the hours, for writing text

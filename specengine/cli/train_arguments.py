@@ -20,7 +20,7 @@ from specengine.cli.parser import (
 from specengine.errors import declared_in
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions, CollectOptions
 from specengine.train.draft.options import LOSSES, RECIPES, Loss, TrainOptions
-from specengine.train.text.options import SynthesisOptions
+from specengine.train.text import SynthesisOptions
 
 COLUMN, WIDTH = 26, 112
 

@@ -66,11 +66,13 @@ class Hints(NamedTuple):
     temperature  at which the target draws, by noise that the drafter does not know; 0: it takes the likeliest tokens,
                  or the noise is known
     waits        whether a tree may be asked for late or never, so that a draft need not run the prompt before
+    memory       of earlier texts, a TextMemory of csrc/spec/memory.hpp, or None
     """
 
     expected: Sequence[int] = ()
     temperature: float = 0.0
     waits: bool = False
+    memory: Any = None
 
 
 NO_HINTS = Hints()

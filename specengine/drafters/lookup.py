@@ -92,7 +92,7 @@ class Lookup(Wrapped):
         self.inner.begin(prompt, features, hints)
         if self.recycling is not None:
             self.recycling.begin(prompt)
-        self._copies.begin(prompt, hints.expected)
+        self._copies.begin(prompt, hints.expected, hints.memory)
 
     def accept(self, cycle: Cycle) -> None:
         self.inner.accept(cycle)
@@ -295,10 +295,11 @@ class Copies:
         self._columns: dict[int, int] | None = None
         self.clear()
 
-    def begin(self, prompt: list[int], expected: Sequence[int]) -> None:
+    def begin(self, prompt: list[int], expected: Sequence[int], memory: None = None) -> None:
         """Copy from `prompt` and the tokens after it, and from `expected` as if it followed.
 
-        `prompt` is without its last token, which is the first of `expected` unless that is empty.
+        `prompt` is without its last token, which is the first of `expected` unless that is empty; memory: of earlier
+        texts, which csrc/ alone has.
         """
         self._written.text.become(prompt)
         self._expected.text.restart([*self._written.text.tail, expected[0]] if expected else [])

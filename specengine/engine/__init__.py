@@ -127,7 +127,7 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
         policy  a policy's name (see specengine.policies.names()), `plain` for no draft, or a TreePolicy; None is
                 the draft's default
         options dtype, device, tokenizer, draft_options, policy_options, graphs, lookup, strict,
-                pack, offline, trust_remote_code, progress: see options.LoadOptions
+                pack, offline, trust_remote_code, memory, progress: see options.LoadOptions
 
         Raises InputError for unknown names and options, UnsupportedModelError, TokenizerMismatchError.
         """
@@ -141,6 +141,8 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
         self = cls(parts.target, parts.drafter, parts.policy, parts.tokenizer)
         self.watch = loading.ModelWatch(parts.models, recipe)
         self.notes = parts.notes
+        if chosen.memory is not None or chosen.memory_from is not None:
+            self.memory  # noqa: B018  # raises what is wrong with it now
         self.ring = getattr(
             None if parts.drafter is None else innermost(parts.drafter), "learnt", None
         )

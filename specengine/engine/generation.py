@@ -151,6 +151,7 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     lane = Lane(
         driver, request.sampler, request.stopper, history, stats, request.prompt[-1], room, most
     )
+    lane.memory = hints.memory
     make_room(driver, room)
     before = request.prompt[:-1]
     want(target, drafter)
@@ -191,6 +192,7 @@ def _hints_for(drafter: Drafter | None, request: Request) -> Hints:
     return Hints(
         [request.prompt[-1], *request.prediction] if request.prediction else (),
         0.0 if request.sampler.couples else request.sampler.temperature,
+        memory=request.memory and request.memory.index,
     )
 
 
@@ -279,7 +281,7 @@ def cycles(
     return answer
 
 
-def prepare(
+def prepare(  # noqa: PLR0913
     engine: EngineState,
     prompt: list[int],
     options: GenerationOptions,
@@ -289,11 +291,12 @@ def prepare(
     constraint: Constraint | None = None,
     reuse_cache: bool = False,
     ticket: Ticket | None = None,
+    memory: Any = None,
 ) -> PreparedAnswer:
     """Make the request of checked options, and prepare its answer.
 
     decode: for stop strings; sampler: instead of the one that the options make; constraint: of `options`, where it is
-    made already; reuse_cache: as in Request; ticket: as in Engine.cycles.
+    made already; reuse_cache, memory: as in Request; ticket: as in Engine.cycles.
     """
     require_value(
         "logprobs",
@@ -311,6 +314,7 @@ def prepare(
         prediction=predicted_ids(options.prediction, engine.tokenizer, engine.target.vocab_size),
         reuse_cache=reuse_cache,
         constraint=constraint,
+        memory=memory,
     )
     return PreparedAnswer(
         cycles(engine, request, drivers, origins, ticket), request, drivers.policy, origins
@@ -380,6 +384,7 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
             constraint=constraint,
             reuse_cache=reuse_cache,
             ticket=ticket,
+            memory=engine.memory and engine.memory.of(ticket.owner if ticket else ""),
         )
 
     @property
@@ -488,11 +493,13 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
     def _finish(self, reason: str) -> str:
         if reason == "length" and self.options.cut:
             self.stats.notes += [self.options.cut]
-        if self._engine.ring is not None:
+        keepers = {"learn": self._engine.ring, "memory": self.answer.request.memory}
+        for name, keeper in keepers.items():
             try:
-                self._engine.ring.add(self.prompt, self._tokens)
+                if keeper is not None:
+                    keeper.add(self.prompt, self._tokens)
             except OSError as error:
-                self.stats.notes += [f"learn: this text was not kept ({error.strerror or error})"]
+                self.stats.notes += [f"{name}: this text was not kept ({error.strerror or error})"]
         text = cut_after_stop(
             self._texts.decode(self._tokens), self.options.stops, self.stops_passed
         )

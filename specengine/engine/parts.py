@@ -43,6 +43,7 @@ from specengine.request.prompts import Prompt
 from specengine.request.text import SharedTokenizer
 
 if TYPE_CHECKING:
+    from specengine.checkpoints.texts import Memory
     from specengine.costs import PassCosts, SharedCosts
 
 PLAIN = "plain"
@@ -212,12 +213,22 @@ class EngineState:
     def let_go(self) -> None:
         """Drop all parts. What is asked for afterwards raises EngineClosedError."""
         self.target = self.drafter = self.drivers = self.watch = self.pool = self.ring = CLOSED
-        vars(self).pop("vocabularies", None)
+        for name in ("vocabularies", "memory"):
+            vars(self).pop(name, None)
 
     @functools.cached_property
     def vocabularies(self) -> Vocabularies:
         """Return the tokenizer as grammars read it."""
         return Vocabularies(self.tokenizer, self.target.vocab_size)
+
+    @functools.cached_property
+    def memory(self) -> Memory | None:
+        """Return the texts that drafts copy from, by owner; None for an engine that was loaded without."""
+        if self.watch.recipe is None:
+            return None
+        return loading.memory_of(
+            self.drafter, self.target, self.tokenizer, self.watch.recipe.options
+        )
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -451,7 +462,7 @@ class Pool:
             head.follow(target)
         made = type(engine)(target, draft, policy, self.tokenizer)
         made.notes, made.pool, made.vocabularies = list(engine.notes), self, engine.vocabularies
-        made.ring = engine.ring
+        made.ring, made.memory = engine.ring, engine.memory
         return made
 
     def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[GenerationResult]:

@@ -63,10 +63,12 @@ class Ticket:
 
     client    whoever was served least goes first, and of one client's answers the one that was asked for first
     deadline  time.perf_counter() after which the answer waits no longer
+    owner     of the texts that its draft copies from, as in checkpoints/texts.py
     """
 
     client: Client = field(default_factory=Client)
     deadline: float = math.inf
+    owner: str = ""
     cancelled: bool = field(default=False, init=False)
     number: int = field(default_factory=_numbers.__next__, init=False)
 

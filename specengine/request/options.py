@@ -49,6 +49,7 @@ class Request:
     prediction   token ids that the answer is expected to be like
     reuse_cache  keep the common prefix that both caches hold from the generation before
     constraint   of the sampler's processors, for trees to follow
+    memory       texts that drafts copy from and that this one joins, see checkpoints/texts.py; None for none
     """
 
     prompt: list[int]
@@ -58,6 +59,7 @@ class Request:
     prediction: Sequence[int] = ()
     reuse_cache: bool = False
     constraint: Constraint | None = None
+    memory: Any = None
 
 
 @dataclass

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
-from specengine.engine import Engine
+from specengine.engine import Engine, Ticket
 from specengine.errors import SpecEngineError, shown
 from specengine.protocol.completion import Completion, Piece
 from specengine.protocol.dialects import Dialect
@@ -243,7 +243,7 @@ def add_streams(app: FastAPI, models: Models) -> None:
         return Response(status_code=204)
 
 
-def stream_key(name: str | None, request: Request) -> Hashable:
+def stream_key(name: str | None, request: Request) -> tuple[str | None, ...]:
     return (name, *(request.headers.get(each) for each in ("authorization", "x-api-key")))
 
 
@@ -258,7 +258,16 @@ async def events(
     outlasts: set where they go on when the client has gone
     """
     inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-    jobs = [_job(each, _who(each, request), place, inbox) for place, each in enumerate(asked)]
+    jobs = [
+        _job(
+            each,
+            _who(each, request),
+            place,
+            inbox,
+            "\n".join(filter(None, stream_key(None, request))),
+        )
+        for place, each in enumerate(asked)
+    ]
     worker.jobs.submit(*jobs)
 
     async def watch() -> None:
@@ -296,15 +305,17 @@ async def events(
         watching.cancel()
 
 
-def _job(asked: CheckedRequest, who: int, place: int, inbox: asyncio.Queue[Any]) -> Job:
-    """Return the job whose events come into the inbox, from any thread."""
+def _job(
+    asked: CheckedRequest, who: int, place: int, inbox: asyncio.Queue[Any], owner: str = ""
+) -> Job:
+    """Return the job whose events come into the inbox, from any thread. owner: as in Ticket, the request's keys."""
     loop = asyncio.get_running_loop()
 
     def deliver(event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
             loop.call_soon_threadsafe(inbox.put_nowait, (place, event))
 
-    return Job(asked, deliver, who)
+    return Job(asked, deliver, who, Ticket(owner=owner))
 
 
 def _who(asked: CheckedRequest, request: Request) -> int:

@@ -22,7 +22,7 @@ from specengine.cli.train_arguments import as_typed
 from specengine.errors import declared_in
 from specengine.train.classifier.options import ClassifierOptions, CollectOptions
 from specengine.train.draft.options import Loss, TrainOptions
-from specengine.train.text.options import SynthesisOptions
+from specengine.train.text import SynthesisOptions
 
 OPTIONS = (SynthesisOptions, TrainOptions, Loss, CollectOptions, ClassifierOptions)
 OF_COMMAND = {

@@ -2,7 +2,8 @@
 
 With `--write` it records default_engine.npz instead, and default_engine.json says on which machine. The engine is the
 embedded model with the head that ships for it, so another head or another default means another file; moving code does
-not. Costs are published ones: nothing depends on measured time. What is learnt goes on from one prompt to the next.
+not. Costs are published ones: nothing depends on measured time. What is learnt goes on from one prompt to the next,
+texts are not kept (memory="off"): each prompt is drafted for by itself.
 
 Bits depend on the instructions that compute them. So a process of its own runs the engine under ENVIRONMENT, which
 names instructions that every x86-64 CPU with AVX2 has. Of the native forward they are then the same on each; of
@@ -139,7 +140,7 @@ def record_all(prompts: list[list[int]]) -> tuple[Arrays, dict[str, Any]]:
     arrays: Arrays = {}
     for backend, options in BACKENDS.items():
         engine = Engine.from_pretrained(
-            policy="auto", policy_options=COSTS, backend=backend, **options
+            policy="auto", policy_options=COSTS, backend=backend, memory="off", **options
         )
         prompts = prompts or [engine.tokenizer(text)["input_ids"] for text in PROMPTS]
         for run in (run for run in RUNS if run.backend == backend):

@@ -26,8 +26,8 @@ from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import ServingTeacher, StoredTeacher, Teacher
 from specengine.train.draft.training import LOG, STATE, Epochs, pack, train_draft
 from specengine.train.draft.validation import agreement
+from specengine.train.text import SynthesisOptions
 from specengine.train.text.corpus import Corpus, Text
-from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
 from tests.toy import VOCABULARY, byte_tokenizer, tiny
 

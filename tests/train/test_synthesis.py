@@ -14,9 +14,8 @@ from transformers import AddedToken, PreTrainedModel
 from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, from_model
-from specengine.train.text import synthesis
+from specengine.train.text import SynthesisOptions, synthesis
 from specengine.train.text.corpus import Corpus, Text
-from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import ChatFormat, write_corpus
 from tests.toy import byte_tokenizer, tiny
 

@@ -444,7 +444,7 @@ def test_the_command(
 
 
 def made_general() -> Any:
-    from specengine.train.text.options import SynthesisOptions
+    from specengine.train.text import SynthesisOptions
 
     return SynthesisOptions(tokens=100, rows=6, length=24)
 

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specengine.checkpoints.gguf.file import GGUFFile
 from specengine.checkpoints.gguf.vocabulary import end_ids, special_id
-from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.errors import CheckpointError, UnsupportedModelError, require_intact
 from specengine.models import families
 
 _MODULE = re.compile(r"blk\.\d+\.(.+?)(?:\.weight|\.bias)?")
@@ -98,26 +98,20 @@ class _Fields:
         return self.file.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = default if self.value(key) is None else self.value(key)
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise self.error(key, value, "a positive integer")
+        value: Any = default if self.value(key) is None else self.value(key)
+        self.require(key, value, "a positive integer", type(value) is int and 0 < value < 1 << 31)
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        value = default if self.value(key) is None else self.value(key)
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value < math.inf
-        ):
-            raise self.error(key, value, "a positive number")
+        value: Any = default if self.value(key) is None else self.value(key)
+        holds = type(value) in (int, float) and 0 < value < math.inf
+        self.require(key, value, "a positive number", holds)
         return float(value)
 
-    def error(self, key: str, value: object, accepted: str) -> CheckpointError:
+    def require(self, key: str, value: object, accepted: str, holds: bool) -> None:
         shown = "missing" if value is None else str(value)[:80]
-        return CheckpointError(
-            f"{self.file.path}: {self.architecture}.{key} must be {accepted}; it is {shown}"
-        )
+        place = f"{self.file.path}: {self.architecture}.{key}"
+        require_intact(f"{place} must be {accepted}; it is {shown}", holds)
 
     def unsupported(self, key: str, reason: str) -> UnsupportedModelError:
         shown = str(self.value(key))[:80]
@@ -209,8 +203,12 @@ def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dic
             f"{fields.file.path}: {_EMBEDDING} has {embedding.shape[0]} rows for {len(tokens)} tokens"
         )
     count = len(fields.file.tensors)
-    if not 0 < layers <= blocks <= count:
-        raise fields.error("block_count", blocks, f"at most the number of tensors, {count}")
+    fields.require(
+        "block_count",
+        blocks,
+        f"at most the number of tensors, {count}",
+        0 < layers <= blocks <= count,
+    )
     return {
         "vocabulary": embedding.shape[0],
         "hidden": hidden,
@@ -226,8 +224,7 @@ def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dic
 def _drafting(fields: _Fields) -> int:
     """Return the number of blocks after the model's own that predict further tokens; nothing reads them."""
     count = fields.value("nextn_predict_layers") or 0
-    if type(count) is not int or count < 0:
-        raise fields.error("nextn_predict_layers", count, "0 or more")
+    fields.require("nextn_predict_layers", count, "0 or more", type(count) is int and count >= 0)
     return count
 
 
@@ -238,10 +235,12 @@ def _first_count(
     listed = fields.value(key)
     if not isinstance(listed, list):
         return fields.count(key, default)
-    if len(listed) != layers or not all(
-        type(each) is int and 0 < each < 1 << 31 for each in listed
-    ):
-        raise fields.error(key, listed, f"a positive integer, or one of each of {layers} layers")
+    fields.require(
+        key,
+        listed,
+        f"a positive integer, or one of each of {layers} layers",
+        len(listed) == layers and all(type(each) is int and 0 < each < 1 << 31 for each in listed),
+    )
     if key not in form.by_layer and len(set(listed)) > 1:
         raise fields.unsupported(key, "is not supported: layers have different numbers")
     return int(listed[0])
@@ -258,8 +257,12 @@ def _inner(fields: _Fields, layers: int, form: families.GGUF) -> int:
     whole = len(listed) == fields.count("block_count") and all(
         type(each) is int and each >= 0 for each in listed
     )
-    if not whole or len(set(listed) - {0}) != 1:
-        raise fields.error(key, listed, "a positive integer, or one such number or 0 of each layer")
+    fields.require(
+        key,
+        listed,
+        "a positive integer, or one such number or 0 of each layer",
+        whole and len(set(listed) - {0}) == 1,
+    )
     return int(max(listed))
 
 
@@ -271,20 +274,21 @@ def _key_value_heads(
     listed = fields.value(key)
     if not (family.kinds and isinstance(listed, list)):
         count = _first_count(fields, key, layers, form, heads)
-    elif (
-        len(listed) != layers
-        or not all(type(each) is int and each >= 0 for each in listed)
-        or not any(listed)
-    ):
-        raise fields.error(
-            key, listed, f"a positive integer, or such a number or 0 of each of {layers} layers"
-        )
-    elif len(kinds := set(listed) - {0}) > 1:
-        raise fields.unsupported(key, "is not supported: layers have different numbers of heads")
     else:
-        count = kinds.pop()
-    if heads % count:
-        raise fields.error(key, count, f"a divisor of the {heads} heads")
+        fields.require(
+            key,
+            listed,
+            f"a positive integer, or such a number or 0 of each of {layers} layers",
+            len(listed) == layers
+            and all(type(each) is int and each >= 0 for each in listed)
+            and any(listed),
+        )
+        count, *others = set(listed) - {0}
+        if others:
+            raise fields.unsupported(
+                key, "is not supported: layers have different numbers of heads"
+            )
+    fields.require(key, count, f"a divisor of the {heads} heads", heads % count == 0)
     return count
 
 

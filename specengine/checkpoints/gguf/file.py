@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from specengine.errors import CheckpointError, InputError
+from specengine.errors import CheckpointError, InputError, require_intact
 
 _NUMBERS = {
     0: "u1",
@@ -269,6 +269,10 @@ class _Cursor:
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: {self.place} {message}")
 
+    def require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise self.error(message)
+
     def take(self, count: int) -> bytearray:
         start = self.position
         self._load(start + count)
@@ -299,16 +303,16 @@ class _Cursor:
 
     def require_room(self, count: int, size: int) -> None:
         """Refuse a count of entries of `size` bytes or more each that the rest of the file cannot hold."""
-        if count * size > self.source.size - self.position:
-            raise self.error(
-                f"claims {count} entries, more than the file of {self.source.size} bytes can hold"
-            )
+        self.require(
+            count * size <= self.source.size - self.position,
+            f"claims {count} entries, more than the file of {self.source.size} bytes can hold",
+        )
 
     def _load(self, end: int) -> None:
-        if end > self.source.size:
-            raise self.error(
-                f"reaches to byte {end}, and the file has {self.source.size}: it is cut off or damaged"
-            )
+        self.require(
+            end <= self.source.size,
+            f"reaches to byte {end}, and the file has {self.source.size}: it is cut off or damaged",
+        )
         have = len(self._data)
         if end > have:
             more = bytearray(min(self.source.size, max(end, 2 * have, 1 << 20)) - have)
@@ -336,17 +340,14 @@ def _read_tensors(
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
     """Return the counts of tensors and of metadata entries."""
     magic = bytes(cursor.take(4))
-    if magic != b"GGUF":
-        raise CheckpointError(f"{cursor.source.path} is not a GGUF file: it begins with {magic!r}")
+    path = cursor.source.path
+    require_intact(f"{path} is not a GGUF file: it begins with {magic!r}", magic == b"GGUF")
     version = cursor.number("I")
-    if version and version & 0xFFFF == 0:
-        raise CheckpointError(
-            f"{cursor.source.path} is big endian: only little-endian GGUF files are read"
-        )
-    if version not in (2, 3):
-        raise CheckpointError(
-            f"{cursor.source.path} has GGUF version {version}: only 2 and 3 are read"
-        )
+    require_intact(
+        f"{path} is big endian: only little-endian GGUF files are read",
+        version == 0 or version & 0xFFFF != 0,
+    )
+    require_intact(f"{path} has GGUF version {version}: only 2 and 3 are read", version in (2, 3))
     tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
     cursor.require_room(tensor_count, _MIN_TENSOR_BYTES)
     cursor.require_room(entry_count, _MIN_ENTRY_BYTES)
@@ -358,11 +359,12 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for number in range(count):
         cursor.place = f"the key of metadata entry {number}"
         key = cursor.string()
-        if len(key) > _MAX_KEY_LENGTH:
-            raise cursor.error(f"has {len(key)} characters, more than {_MAX_KEY_LENGTH}")
+        cursor.require(
+            len(key) <= _MAX_KEY_LENGTH,
+            f"has {len(key)} characters, more than {_MAX_KEY_LENGTH}",
+        )
         cursor.place = f"metadata {key[:80]!r}"
-        if key in metadata:
-            raise cursor.error("is there twice")
+        cursor.require(key not in metadata, "is there twice")
         metadata[key] = _read_value(cursor, cursor.number("I"))
     return metadata
 
@@ -378,8 +380,7 @@ def _read_value(cursor: _Cursor, code: int) -> Any:
 
 
 def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:
-    if code == _ARRAY:
-        raise cursor.error("is an array of arrays, which is not read")
+    cursor.require(code != _ARRAY, "is an array of arrays, which is not read")
     if code != _STRING:
         return _read_numbers(cursor, code, count)
     cursor.require_room(count, _LENGTH.size)
@@ -389,11 +390,9 @@ def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:
 def _read_numbers(cursor: _Cursor, code: int, count: int) -> list[Any]:
     if code == _BOOL:
         values = list(cursor.take(count))
-        if max(values, default=0) > 1:
-            raise cursor.error("is a boolean that is neither 0 nor 1")
+        cursor.require(max(values, default=0) <= 1, "is a boolean that is neither 0 nor 1")
         return [bool(value) for value in values]
-    if code not in _NUMBERS:
-        raise cursor.error(f"has the unknown type {code}")
+    cursor.require(code in _NUMBERS, f"has the unknown type {code}")
     dtype = np.dtype(_NUMBERS[code])
     return np.frombuffer(cursor.take(count * dtype.itemsize), dtype).tolist()
 
@@ -406,10 +405,10 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     count = metadata.get("split.count", 1)
     if count in (0, 1):
         return [path]
-    if type(count) is not int or not 1 < count <= _MAX_PARTS:
-        raise CheckpointError(
-            f"{path}: split.count must be 1 to {_MAX_PARTS}, not {str(count)[:80]}"
-        )
+    require_intact(
+        f"{path}: split.count must be 1 to {_MAX_PARTS}, not {str(count)[:80]}",
+        type(count) is int and 1 < count <= _MAX_PARTS,
+    )
     match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
     if match is None or int(match[2]) != count:
         raise CheckpointError(
@@ -420,19 +419,20 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
         path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf")
         for number in range(1, count + 1)
     ]
-    if missing := [part_path.name for part_path in paths if not part_path.is_file()]:
-        raise CheckpointError(
-            f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:4])}"
-        )
+    missing = [part_path.name for part_path in paths if not part_path.is_file()]
+    require_intact(
+        f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:4])}",
+        not missing,
+    )
     return paths
 
 
 def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", 32)
-    if type(value) is not int or value <= 0 or value & (value - 1):
-        raise CheckpointError(
-            f"{path}: general.alignment must be a power of two, not {str(value)[:80]}"
-        )
+    require_intact(
+        f"{path}: general.alignment must be a power of two, not {str(value)[:80]}",
+        type(value) is int and value > 0 and value & (value - 1) == 0,
+    )
     return value
 
 
@@ -443,16 +443,14 @@ def _read_tensor_infos(cursor: _Cursor, count: int) -> dict[str, GGUFTensor]:
         cursor.place = f"the name of tensor {number}"
         name = cursor.string()
         cursor.place = f"tensor {name[:80]!r}"
-        if name in infos:
-            raise cursor.error("is there twice")
+        cursor.require(name not in infos, "is there twice")
         infos[name] = _read_tensor_info(cursor, name)
     return infos
 
 
 def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     dimensions = cursor.number("I")
-    if not 1 <= dimensions <= 4:
-        raise cursor.error(f"has {dimensions} dimensions, and 1 to 4 are accepted")
+    cursor.require(1 <= dimensions <= 4, f"has {dimensions} dimensions, and 1 to 4 are accepted")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
     number, offset = cursor.number("I"), cursor.number("Q")
     kind = next((kind for kind in Kind if kind.value == number), None)
@@ -461,12 +459,11 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
             f"is of ggml's type {number}; accepted: {', '.join(Kind.__members__)}; take a file of those, "
             "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
         )
-    if 0 in shape:
-        raise cursor.error(f"is empty: {list(shape)}")
-    if shape[-1] % kind.elements:
-        raise cursor.error(
-            f"has rows of {shape[-1]}, not a multiple of the {kind.elements} in a block"
-        )
+    cursor.require(0 not in shape, f"is empty: {list(shape)}")
+    cursor.require(
+        shape[-1] % kind.elements == 0,
+        f"has rows of {shape[-1]}, not a multiple of the {kind.elements} in a block",
+    )
     return GGUFTensor(
         name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes
     )
@@ -479,17 +476,16 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
     taken, last = start, ""
     for tensor in sorted(placed.values(), key=lambda tensor: tensor.offset):
         cursor.place = f"tensor {tensor.name[:80]!r}"
-        if tensor.offset % alignment:
-            raise cursor.error(
-                f"begins at byte {tensor.offset - start} of the data, not a multiple of {alignment}"
-            )
-        if tensor.offset < taken:
-            raise cursor.error(f"overlaps tensor {last[:80]!r}")
+        cursor.require(
+            tensor.offset % alignment == 0,
+            f"begins at byte {tensor.offset - start} of the data, not a multiple of {alignment}",
+        )
+        cursor.require(tensor.offset >= taken, f"overlaps tensor {last[:80]!r}")
         taken, last = tensor.offset + tensor.nbytes, tensor.name
-        if taken > cursor.source.size:
-            raise cursor.error(
-                f"ends at byte {taken}, and the file has {cursor.source.size}: it is cut off or damaged"
-            )
+        cursor.require(
+            taken <= cursor.source.size,
+            f"ends at byte {taken}, and the file has {cursor.source.size}: it is cut off or damaged",
+        )
     return placed
 
 

@@ -15,7 +15,7 @@ from specengine.errors import (
     require,
     require_known,
 )
-from specengine.train.text.options import SynthesisOptions
+from specengine.train.text import SynthesisOptions
 
 LossName = Literal["eagle", "hass", "ttt", "talf"]
 PART = number(0, 1, "0 to below 1", open_high=True)

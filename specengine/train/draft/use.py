@@ -29,8 +29,8 @@ from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import Loss, make_loss
 from specengine.train.draft.teacher import Reading, ServingTeacher
 from specengine.train.draft.validation import autocasting, chain_lengths, fit_temperatures
+from specengine.train.text import SynthesisOptions
 from specengine.train.text.corpus import Corpus, Text
-from specengine.train.text.options import SynthesisOptions
 from specengine.train.text.synthesis import write_corpus
 
 LOSS = make_loss("ttt", steps=6, anchors=0.25, decay=0.8)  # as the head that ships was trained

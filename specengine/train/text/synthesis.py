@@ -27,8 +27,8 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, RowBatch
 from specengine.request.templates import filled
 from specengine.request.text import special_texts
+from specengine.train.text import SynthesisOptions
 from specengine.train.text.corpus import Corpus, States, Text
-from specengine.train.text.options import SynthesisOptions
 
 # Temperatures of the rows of a batch, in turn. A draft meets greedy answers most; the others add variety.
 ANSWER_TEMPERATURES = (0.0, 0.7, 0.0, 1.0)

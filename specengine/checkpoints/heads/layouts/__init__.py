@@ -6,16 +6,17 @@ leaves open is refused, or taken with a note.
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from transformers.activations import ACT2FN
 
 from specengine import registry
-from specengine.errors import CheckpointError, shown
+from specengine.errors import CheckpointError, require_intact, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,12 +171,11 @@ class Layout(ABC):
         kv_heads = fields.size("num_key_value_heads", heads)
         target = self.fields.size("target_hidden_size", sizes["hidden_size"])
         activation = fields.text("hidden_act", "silu")
-        if heads % kv_heads:
-            raise CheckpointError(
-                f"num_attention_heads: got {heads}, not a multiple of {kv_heads} key-value heads"
-            )
-        if activation not in ACT2FN:
-            raise CheckpointError(f"hidden_act: unknown name {shown(activation)}")
+        require_intact(
+            f"num_attention_heads: got {heads}, not a multiple of {kv_heads} key-value heads",
+            heads % kv_heads == 0,
+        )
+        require_intact(f"hidden_act: unknown name {shown(activation)}", activation in ACT2FN)
         return sizes | {
             "own_embeddings": self._own_embeddings(sizes["hidden_size"], target),
             "num_heads": heads,
@@ -198,8 +198,7 @@ class Layout(ABC):
     def read_fusion(self, ids: list[int], stated: list[int]) -> dict[str, Any]:
         """Read how EAGLE-3 fuses hidden states; ids: theirs, as transformers counts; stated: as the config does."""
         each, whole = self.fields.flag("fc_norm"), self.fields.flag("norm_before_fc")
-        if each and whole:
-            raise CheckpointError("fc_norm, norm_before_fc: only one of them can be set")
+        require_intact("fc_norm, norm_before_fc: only one of them can be set", not (each and whole))
         return {
             "layer_ids": self._layer_ids(ids, stated),
             "fusion_norm": "each" if each else "whole" if whole else "none",
@@ -222,45 +221,47 @@ class Layout(ABC):
         return tuple(ids)
 
     def _own_embeddings(self, hidden_size: int, target_hidden_size: int) -> bool:
-        if self.version == 1 and target_hidden_size != hidden_size:
-            raise CheckpointError(
-                f"target_hidden_size: got {target_hidden_size}, EAGLE-1 needs {hidden_size}"
-            )
-        there = "embed_tokens.weight" in self.names
-        if not there and target_hidden_size != hidden_size:
-            raise CheckpointError(
-                "embed_tokens.weight: is missing, and the target's embeddings have another width"
-            )
+        there, fits = "embed_tokens.weight" in self.names, target_hidden_size == hidden_size
+        require_intact(
+            f"target_hidden_size: got {target_hidden_size}, EAGLE-1 needs {hidden_size}",
+            self.version != 1 or fits,
+        )
+        require_intact(
+            "embed_tokens.weight: is missing, and the target's embeddings have another width",
+            there or fits,
+        )
         return there
 
     def _draft_vocab_size(self, vocab_size: int) -> int:
         if self.version == 1:
             return vocab_size
         size = self.fields.size("draft_vocab_size", vocab_size)
-        if size > vocab_size:
-            raise CheckpointError(
-                f"draft_vocab_size: got {size}, more than the target's {vocab_size}"
-            )
+        require_intact(
+            f"draft_vocab_size: got {size}, more than the target's {vocab_size}",
+            size <= vocab_size,
+        )
         return size
 
     def _rope(self, fields: HeadFields) -> dict[str, Any]:
         """Read the draft's own rotary parameters; never the target's, which drafts were not trained with."""
         stated = fields.nested("rope_parameters")
         stated = stated if stated.raw else fields.nested("rope_scaling")
-        if any(isinstance(value, dict) for value in stated.raw.values()):
-            raise CheckpointError(
-                f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}"
-            )
+        require_intact(
+            f"rope_parameters: one set is needed, got those of {', '.join(stated.raw)}",
+            not any(isinstance(value, dict) for value in stated.raw.values()),
+        )
         kind = stated.text("rope_type", stated.text("type", "default"))
-        if kind not in _ROPE_REQUIRED:
-            raise CheckpointError(
-                f"rope_type: got {shown(kind)}, accepted {', '.join(_ROPE_REQUIRED)}"
-            )
-        if any(
-            one.number("partial_rotary_factor", 1.0, least=0, most=1) != 1.0
-            for one in (fields, stated)
-        ):
-            raise CheckpointError("partial_rotary_factor: only whole heads are rotated")
+        require_intact(
+            f"rope_type: got {shown(kind)}, accepted {', '.join(_ROPE_REQUIRED)}",
+            kind in _ROPE_REQUIRED,
+        )
+        require_intact(
+            "partial_rotary_factor: only whole heads are rotated",
+            all(
+                one.number("partial_rotary_factor", 1.0, least=0, most=1) == 1.0
+                for one in (fields, stated)
+            ),
+        )
         theta = {"least": 1.0, "most": 1e15}
         holder = stated if "rope_theta" in stated else fields
         if "rope_theta" not in holder:
@@ -276,8 +277,7 @@ class Layout(ABC):
     def refuse(cls, **variants: bool) -> None:
         """Raise CheckpointError for the first variant that a head has and the layout has no field for."""
         for name, there in variants.items():
-            if there:
-                raise CheckpointError(f"{name}: the {cls.family} layout has no field for it")
+            require_intact(f"{name}: the {cls.family} layout has no field for it", not there)
 
     @staticmethod
     def layer_config(config: EagleConfig) -> dict[str, Any]:
@@ -386,10 +386,10 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
         for one in matching
         if not any(other is not one and issubclass(other, one) for other in matching)
     ]
-    if len(matching) > 1:
-        raise CheckpointError(
-            f"its fields fit several layouts: {', '.join(one.name() for one in matching)}"
-        )
+    require_intact(
+        f"its fields fit several layouts: {', '.join(one.name() for one in matching)}",
+        len(matching) == 1,
+    )
     return matching[0]
 
 
@@ -410,72 +410,70 @@ class HeadFields:
 
     def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """Read a whole number, 1 to `most`."""
-        value = self._value(name, default)
-        if type(value) is not int or not 1 <= value <= most:
-            raise refused(name, value, f"a whole number, 1 to {most}")
-        return value
+        return self._read(
+            name,
+            default,
+            f"a whole number, 1 to {most}",
+            lambda value: type(value) is int and 1 <= value <= most,
+        )
 
     def number(
         self, name: str, default: float | None = None, *, least: float, most: float
     ) -> float:
         """Read a number, `least` to `most`."""
-        value = self._value(name, default)
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise refused(name, value, f"a number, {least:g} to {most:g}")
-        return float(value)
+        accepted = f"a number, {least:g} to {most:g}"
+        return float(self._read(name, default, accepted, _is_number(least, most)))
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise refused(name, value, "true or false")
-        return value
+        return self._read(name, default, "true or false", lambda value: isinstance(value, bool))
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self._value(name, default)
-        if not isinstance(value, str):
-            raise refused(name, value, "text")
-        return value
+        return self._read(name, default, "text", lambda value: isinstance(value, str))
 
     def texts(self, name: str) -> list[str]:
         """Read a list of text; empty by default."""
-        value = self._value(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise refused(name, value, "a list of text")
-        return value
+        return self._read_list(name, "a list of text", lambda item: isinstance(item, str))
 
     def ids(self, name: str = LAYER_IDS) -> list[int]:
         """Read a list of layer ids; empty by default."""
-        value = self._value(name, [])
-        fits = isinstance(value, list) and len(value) <= MAX_FEATURES
-        if not fits or not all(type(item) is int and abs(item) <= MAX_SIZE for item in value):
-            raise refused(name, value, f"a list of at most {MAX_FEATURES} whole numbers")
-        return value
+        return self._read_list(
+            name,
+            f"a list of at most {MAX_FEATURES} whole numbers",
+            lambda item: type(item) is int and abs(item) <= MAX_SIZE,
+            MAX_FEATURES,
+        )
 
     def numbers(self, name: str, *, count: int, least: float, most: float) -> list[float]:
         """Read a list of up to `count` numbers, `least` to `most` each; empty by default."""
-        value = self._value(name, [])
-        fits = isinstance(value, list) and len(value) <= count
-        if not fits or not all(
-            type(item) in (int, float) and least <= item <= most for item in value
-        ):
-            raise refused(name, value, f"a list of at most {count} numbers, {least:g} to {most:g}")
-        return [float(item) for item in value]
+        accepted = f"a list of at most {count} numbers, {least:g} to {most:g}"
+        return [*map(float, self._read_list(name, accepted, _is_number(least, most), count))]
 
     def nested(self, name: str) -> HeadFields:
         """Read an object; empty by default."""
-        value = self._value(name, {})
-        if not isinstance(value, dict):
-            raise refused(name, value, "an object")
-        return HeadFields(value)
+        return HeadFields(self._read(name, {}, "an object", lambda value: isinstance(value, dict)))
 
-    def _value(self, name: str, default: Any) -> Any:
+    def _read_list(
+        self, name: str, accepted: str, holds: Callable[[Any], bool], count: float = math.inf
+    ) -> list[Any]:
+        def is_whole(value: Any) -> bool:
+            return isinstance(value, list) and len(value) <= count and all(map(holds, value))
+
+        return self._read(name, [], accepted, is_whole)
+
+    def _read(self, name: str, default: Any, accepted: str, holds: Callable[[Any], bool]) -> Any:
         value = self.raw.get(name)
-        return default if value is None else value
+        value = default if value is None else value
+        require_field(name, value, accepted, holds(value))
+        return value
 
 
-def refused(name: str, value: Any, accepted: str) -> CheckpointError:
-    """Return the error for a field of this value."""
-    return CheckpointError(f"{name}: got {shown(value)}, accepted {accepted}")
+def _is_number(least: float, most: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and least <= value <= most
+
+
+def require_field(name: str, value: Any, accepted: str, holds: bool) -> None:
+    """Raise CheckpointError for a field of this value unless `holds`."""
+    require_intact(f"{name}: got {shown(value)}, accepted {accepted}", holds)
 
 
 def listed(ids: Iterable[int]) -> str:
@@ -491,17 +489,16 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def _head_dim(fields: HeadFields, hidden_size: int, heads: int) -> int:
-    if "head_dim" not in fields and hidden_size % heads:
-        raise CheckpointError(
-            f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads"
-        )
+    require_intact(
+        f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads",
+        "head_dim" in fields or hidden_size % heads == 0,
+    )
     size = fields.size("head_dim", hidden_size // heads)
-    if size % 2:
-        raise CheckpointError(f"head_dim: got {size}, accepted even sizes")
-    if heads * size > MAX_SIZE:
-        raise CheckpointError(
-            f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}"
-        )
+    require_intact(f"head_dim: got {size}, accepted even sizes", size % 2 == 0)
+    require_intact(
+        f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}",
+        heads * size <= MAX_SIZE,
+    )
     return size
 
 
@@ -519,8 +516,13 @@ def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     numbers = {
         name: _rope_number(stated, name) for name in (*required, *optional) if name in stated
     }
-    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        raise refused("low_freq_factor", numbers["low_freq_factor"], "less than high_freq_factor")
+    if kind == "llama3":
+        require_field(
+            "low_freq_factor",
+            numbers["low_freq_factor"],
+            "less than high_freq_factor",
+            numbers["low_freq_factor"] < numbers["high_freq_factor"],
+        )
     return numbers
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from specengine.checkpoints.heads.layouts import LAYER_IDS, Layout, Verifier, refused
-from specengine.errors import CheckpointError, shown
+from specengine.checkpoints.heads.layouts import LAYER_IDS, Layout, Verifier, require_field
+from specengine.errors import CheckpointError, require_intact, shown
 
 if TYPE_CHECKING:
     from specengine.models.eagle import EagleConfig
@@ -34,8 +34,9 @@ class Speculators(Layout):
         return VERSIONS[kind]
 
     def read(self) -> dict[str, Any]:
-        if "transformer_layer_config" not in self.fields:
-            raise CheckpointError("transformer_layer_config: is missing")
+        require_intact(
+            "transformer_layer_config: is missing", "transformer_layer_config" in self.fields
+        )
         layer = self.fields.nested("transformer_layer_config")
         kind = layer.raw.get("model_type")
         if kind not in ("llama", "qwen3"):
@@ -43,10 +44,10 @@ class Speculators(Layout):
             raise CheckpointError(
                 f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3"
             )
-        if "sliding_attention" in layer.texts("layer_types")[1:]:
-            raise CheckpointError(
-                "transformer_layer_config.layer_types: drafts of several layers are not supported"
-            )
+        require_intact(
+            "transformer_layer_config.layer_types: drafts of several layers are not supported",
+            "sliding_attention" not in layer.texts("layer_types")[1:],
+        )
         bias = layer.flag("attention_bias")
         common = self.read_layer(layer) | {
             "qkv_bias": bias,
@@ -54,8 +55,10 @@ class Speculators(Layout):
             "qk_norm": kind == "qwen3",
         }
         if self.version == 1:
-            if self.fields.flag("layernorms"):
-                raise CheckpointError("layernorms: this variant of EAGLE-1 is not supported")
+            require_intact(
+                "layernorms: this variant of EAGLE-1 is not supported",
+                not self.fields.flag("layernorms"),
+            )
             return common | {"fc_bias": self.fields.flag("fusion_bias")}
         ids = self.fields.ids()
         return (
@@ -67,17 +70,23 @@ class Speculators(Layout):
     @classmethod
     def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config to write (see Layout). Its readers load shared tensors by the target's name."""
-        if not verifier.name:
-            raise refused(
-                "target", verifier.name, "the name of the model that the head was made for"
-            )
-        if type(verifier.tokens) is not int or not 1 <= verifier.tokens <= MAX_TOKENS:
-            raise refused("tokens", verifier.tokens, f"a whole number, 1 to {MAX_TOKENS}")
+        require_field(
+            "target",
+            verifier.name,
+            "the name of the model that the head was made for",
+            bool(verifier.name),
+        )
+        require_field(
+            "tokens",
+            verifier.tokens,
+            f"a whole number, 1 to {MAX_TOKENS}",
+            type(verifier.tokens) is int and 1 <= verifier.tokens <= MAX_TOKENS,
+        )
         cls.refuse(norm_logits_false=not config.norm_logits)
-        if config.qkv_bias != config.o_bias:
-            raise CheckpointError(
-                "qkv_bias, o_bias: the speculators layout has one field for both; set both or none"
-            )
+        require_intact(
+            "qkv_bias, o_bias: the speculators layout has one field for both; set both or none",
+            config.qkv_bias == config.o_bias,
+        )
         layer = cls.layer_config(config) | {
             "attention_bias": config.qkv_bias,
             "num_hidden_layers": 1,
