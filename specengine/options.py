@@ -83,7 +83,7 @@ class LoadOptions(Checked):
                        (max_position_embeddings, or what scaled positions reach)
     learn              a folder to keep prompts and answers in as token ids; an EAGLE head drafts by what `specengine
                        train learn` has made of it there, without graphs
-    memory             where up to 64 MB of texts of requests are kept, which later drafts copy from: `off` (the default),
+    memory             where up to 64 MB of texts of requests are kept that later drafts copy from: `off` (default),
                        `process`, `disk` (the cache folder), or a folder
     memory_from        a JSONL file, or a folder of text files such as a repository, to begin the memory with
     progress           called with lines about what takes long; by default they go to stderr

@@ -9,7 +9,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -17,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine import drafters, policies
-from specengine.checkpoints import checks, eagle, embedded, learnt, likeness, mtp, pretrained, texts
+from specengine.checkpoints import checks, eagle, embedded, learnt, likeness, mtp, pretrained
 from specengine.checkpoints.checks import model_in
 from specengine.checkpoints.pretrained import LoadedModel, is_gguf, load_model, load_tokenizer
 from specengine.drafters import Drafter, Maker, innermost
 from specengine.drafters.eagle import EagleDraft
-from specengine.drafters.lookup import Lookup, backend
+from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError, require, shown
@@ -395,32 +394,3 @@ def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreeP
     if policy is None:
         return policies.make(drafter.about.policy, **drafter.about.options)
     return policies.of(policy, options.policy_options)
-
-
-def memory_of(
-    drafter: Drafter | None, target: Target, tokenizer: Any, options: LoadOptions
-) -> texts.Memory | None:
-    """Return the memory that an engine of these parts was loaded with; None without.
-
-    Raises InputError where one is asked for by name and the draft copies nothing, or files cannot be read.
-    """
-    copies = isinstance(drafter, Lookup) and hasattr(backend(), "TextMemory")
-    wanted = options.memory not in (None, "off") or options.memory_from is not None
-    require(
-        "memory",
-        str(options.memory or options.memory_from),
-        "off where the draft copies nothing; lookup=True has drafts copy, with the extension specengine._ops",
-        copies or not wanted,
-    )
-    if not wanted or options.memory == "off":
-        require("memory_from", str(options.memory_from), "none", options.memory_from is None)
-        return None
-    make = backend().TextMemory
-    folder = None if options.memory in (None, "process") else str(options.memory)
-    memory = texts.Memory(make, target.vocab_size, tokenizer, folder)
-    index = memory.of().index
-    if options.memory_from is not None:
-        require("memory_from", str(options.memory_from), "with a tokenizer", tokenizer is not None)
-        for text in texts.corpus(Path(options.memory_from)):
-            index.add(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return memory

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from specengine import drafters, policies
+from specengine.checkpoints.texts import Memory, corpus
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
+from specengine.drafters.lookup import Lookup, backend
 from specengine.engine import loading
 from specengine.engine.captured import CapturedDriver
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
@@ -43,8 +45,8 @@ from specengine.request.prompts import Prompt
 from specengine.request.text import SharedTokenizer
 
 if TYPE_CHECKING:
-    from specengine.checkpoints.texts import Memory
     from specengine.costs import PassCosts, SharedCosts
+    from specengine.options import LoadOptions
 
 PLAIN = "plain"
 MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
@@ -226,9 +228,7 @@ class EngineState:
         """Return the texts that drafts copy from, by owner; None for an engine that was loaded without."""
         if self.watch.recipe is None:
             return None
-        return loading.memory_of(
-            self.drafter, self.target, self.tokenizer, self.watch.recipe.options
-        )
+        return memory_of(self.drafter, self.target, self.tokenizer, self.watch.recipe.options)
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -544,3 +544,32 @@ def free_memory() -> int:
         )
     except (OSError, ValueError, StopIteration):
         return 1 << 50
+
+
+def memory_of(
+    drafter: Drafter | None, target: Target, tokenizer: Any, options: LoadOptions
+) -> Memory | None:
+    """Return the memory that an engine of these parts was loaded with; None without.
+
+    Raises InputError where one is asked for by name and the draft copies nothing, or files cannot be read.
+    """
+    copies = isinstance(drafter, Lookup) and hasattr(backend(), "TextMemory")
+    enabled = options.memory not in (None, "off") or options.memory_from is not None
+    require(
+        "memory",
+        str(options.memory or options.memory_from),
+        "off where the draft copies nothing; lookup=True has drafts copy, with the extension specengine._ops",
+        copies or not enabled,
+    )
+    if not enabled or options.memory == "off":
+        require("memory_from", str(options.memory_from), "none", options.memory_from is None)
+        return None
+    make = backend().TextMemory
+    folder = None if options.memory in (None, "process") else str(options.memory)
+    memory = Memory(make, target.vocab_size, tokenizer, folder)
+    index = memory.of().index
+    if options.memory_from is not None:
+        require("memory_from", str(options.memory_from), "with a tokenizer", tokenizer is not None)
+        for text in corpus(Path(options.memory_from)):
+            index.add(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return memory
