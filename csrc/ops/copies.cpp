@@ -109,6 +109,11 @@ bool remember(spec::TextMemory& memory, const spec::Tokens& tokens) {
   return memory.add(tokens);
 }
 
+void limit(spec::TextMemory& memory, int64_t bytes) {
+  require(bytes >= 0 && bytes < kMostLength, "bytes", bytes, "0 to 2^31 - 1");
+  memory.limit(bytes);
+}
+
 py::bytes records(const std::vector<spec::Tokens>& texts) {
   std::string out;
   for (const spec::Tokens& text : texts) spec::TextMemory::record(text, out);
@@ -117,8 +122,12 @@ py::bytes records(const std::vector<spec::Tokens>& texts) {
 
 void add_to(py::module_& module) {
   py::class_<spec::TextMemory, std::shared_ptr<spec::TextMemory>>(module, "TextMemory")
-      .def(py::init<int64_t>())
-      .def("limit", &spec::TextMemory::limit)
+      .def(py::init([](int64_t bytes) {
+        auto made = std::make_shared<spec::TextMemory>(0);
+        limit(*made, bytes);
+        return made;
+      }))
+      .def("limit", limit)
       .def("add", remember)
       .def("recall", recall)
       .def("read",

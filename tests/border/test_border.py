@@ -74,7 +74,7 @@ def outcome(run: Callable[..., Any], memory: Memory, arguments: Arguments) -> An
 
 def test_every_function_is_called() -> None:
     functions = {name for name in dir(_ops) if callable(getattr(_ops, name))}
-    assert functions == {*OPS, "Copies", "SearchState", "SuccessorTable", "Suffixes"}
+    assert functions == {*OPS, "Copies", "SearchState", "SuccessorTable", "Suffixes", "TextMemory"}
     methods = {
         f"{kind}.{name}"
         for kind in ("Decoder", "Eagle")
@@ -368,6 +368,24 @@ def test_nodes_of_no_tree_are_refused() -> None:
 def test_copies_of_no_length_are_refused(arguments: tuple[Any, ...], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: got 0"):
         _ops.Copies(*arguments)
+
+
+def test_a_memory_of_texts_refuses_what_it_cannot_hold() -> None:
+    for size in (-1, 1 << 31, 1 << 62):
+        with pytest.raises(ValueError, match="bytes: got"):
+            _ops.TextMemory(size)
+        with pytest.raises(ValueError, match="bytes: got"):
+            _ops.TextMemory(0).limit(size)
+    memory = _ops.TextMemory(0)
+    for tokens in ([1, 2, 3, 4, -1], [1, 2, 3, 4, 1 << 31]):
+        with pytest.raises(ValueError, match="tokens: got"):
+            memory.add(tokens)
+    with pytest.raises(ValueError, match="vocabulary: got"):
+        memory.read(b"", 1 << 40)
+    for method, wrong in (("add", ["a"]), ("recall", "abc"), ("records", [[0.5]])):
+        with pytest.raises(TypeError):
+            getattr(memory, method)(wrong)
+    assert memory.texts() == memory.recall([-7, 1 << 62, 0]) == []
 
 
 def test_experts_read_and_write_in_bounds() -> None:

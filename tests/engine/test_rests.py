@@ -285,7 +285,7 @@ def test_only_rests_beside_a_draft_that_copies_look_for_repetition(
 ) -> None:
     asked, real = list[int](), cycle.repeated
     monkeypatch.setattr(
-        cycle, "repeated", lambda tokens: (asked.append(len(tokens)), real(tokens))[1]
+        cycle, "repeated", lambda tokens, memory: (asked.append(len(tokens)), real(tokens))[1]
     )
     engine = Engine(NativeTarget(weights()[0]), drafter_of(kind), Sometimes((3, 2)))
     prompt = [5, 6, 7, 5, 6, 8, 5]
@@ -303,7 +303,7 @@ def test_rests_from_which_nobody_learns_look_for_no_repetition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when several texts rest together: each look takes as long as a tenth of a plain cycle's Python."""
-    monkeypatch.setattr(cycle, "repeated", lambda tokens: pytest.fail("looked"))
+    monkeypatch.setattr(cycle, "repeated", lambda *_: pytest.fail("looked"))
     policy = Sometimes((3, 2))
     policy.learns = False
     engine = Engine(NativeTarget(weights()[0]), drafter_of("ngram"), policy)
