@@ -32,15 +32,15 @@ WITHOUT, WITH = "auto", "auto with memory"
 
 def engines_on(first: Engine) -> dict[str, Engine]:
     """Return new engines on the model and the draft of one, without and with a memory that is empty."""
-    made = {}
+    engines = {}
     for name in (WITHOUT, WITH):
         assert first.drafter is not None
         drafter = without_memory(first.drafter)
-        made[name] = Engine(first.target, drafter, policies.make("auto"), first.tokenizer)
-        made[name].memory = None
+        engines[name] = Engine(first.target, drafter, policies.make("auto"), first.tokenizer)
+        engines[name].memory = None
         if name == WITH:
-            made[name].memory = Memory(backend().TextMemory, first.target.vocab_size)
-    return made
+            engines[name].memory = Memory(backend().TextMemory, first.target.vocab_size)
+    return engines
 
 
 def answered(
@@ -90,9 +90,9 @@ def records(args: argparse.Namespace) -> Iterator[Record]:
     for number in range(args.rounds + 1):
         engines = engines_on(first)
         for kind in ("loop", "again"):
-            found = list(answered(engines, loop, kind, args.max_new_tokens))
+            of_round = list(answered(engines, loop, kind, args.max_new_tokens))
             if number:  # the first round warms up
-                yield from ({"round": number} | record for record in found)
+                yield from ({"round": number} | record for record in of_round)
     if args.prompts is not None:
         items = workloads.read([args.prompts], args.per_set)
         fresh = [[{"role": "user", "content": item.text}] for item in items]

@@ -399,8 +399,8 @@ class Copies {
         waiting.emplace(cost, parents.size(), -1);
         Context context{proposal.token};
         const Context& before = parents[place].context;
-        const auto kept = std::min(static_cast<int64_t>(before.size()), reach() - 1);
-        context.insert(context.end(), before.begin(), before.begin() + static_cast<std::ptrdiff_t>(kept));
+        const auto older = std::min(static_cast<int64_t>(before.size()), reach() - 1);
+        context.insert(context.end(), before.begin(), before.begin() + static_cast<std::ptrdiff_t>(older));
         parents.push_back({tree.size + static_cast<int64_t>(out.tokens.size()) - 1, std::move(context), -cost, {}});
       }
       const Parent& parent = parents[place];
@@ -452,7 +452,7 @@ class Copies {
   // Tokens of a context that are looked at.
   int64_t reach() const { return memory_ ? std::max(longest(), TextMemory::kDepth) : longest(); }
 
-  // What earlier texts say, where they know more of the context than prompt and answer do.
+  // Return the matches in earlier texts that are longer than the longest in prompt and answer.
   Recall recalled(const Context& context) const {
     return memory_->recall(context, written_.text.longest_match(context).length);
   }

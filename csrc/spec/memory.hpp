@@ -119,7 +119,7 @@ class TextMemory {
     return true;
   }
 
-  // What followed the longest matches of the context, the newest token first, that are longer than `above`.
+  // Return the longest matches that have more than `above` tokens, with their followers. context: the newest token first.
   Recall recall(const Context& context, int64_t above) const {
     uint64_t hash = 0, factor = 1;
     std::array<uint64_t, kRuns.size()> hashes{};
@@ -188,7 +188,7 @@ class TextMemory {
     return true;
   }
 
-  // What is kept takes so many bytes at most, whatever the lengths of texts.
+  // Return the most bytes that a ring of this size takes with its index, whatever the lengths of texts.
   int64_t bytes() const { return bytes_of(capacity()); }
 
  private:
