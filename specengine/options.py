@@ -168,7 +168,7 @@ class LoadOptions(Checked):
     )
     memory: Any = option(
         reader("off, process, disk, a folder or none", _is_folder, str),
-        help="where texts are kept for drafts to copy from later: off (default), process, disk (the cache folder) or "
+        help="where texts are kept for drafts to copy from later: off, process (default), disk (the cache folder) or "
         "a folder",
         metavar="DIR",
     )

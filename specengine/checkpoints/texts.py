@@ -62,7 +62,7 @@ class OwnedTexts:
 class Memory:
     """Texts by owner: a draft copies from those of its own request's owner alone.
 
-    make: makes an index of that many bytes; folder: of files, as `folder_of` reads it; limit: bytes of all owners, of
+    make: makes an index of that many bytes; folder: of files, None for none; limit: bytes of all owners, of
     which each has an equal share. Owners that asked longest ago go where there are more than MAX_OWNERS.
     """
 
@@ -71,11 +71,11 @@ class Memory:
         make: Callable[[int], Any],
         vocab_size: int,
         tokenizer: Any = None,
-        folder: str | None = None,
+        folder: Path | None = None,
         limit: int = LIMIT,
     ) -> None:
         self._make, self._vocab_size, self._limit = make, vocab_size, limit
-        self._folder = folder_of(folder)
+        self._folder = folder
         vocabulary = sorted(getattr(tokenizer, "get_vocab", dict)().items()) if folder else []
         self._tokens = hashlib.sha256(json.dumps([vocab_size, vocabulary]).encode()).hexdigest()
         self._owners = OrderedDict[str, OwnedTexts]()
@@ -101,10 +101,10 @@ class Memory:
 
 
 def folder_of(name: str | None) -> Path | None:
-    """Return the folder of a name, that of the cache folder for `disk`; None: nothing is written."""
+    """Return the folder that memory= names; None where nothing is written."""
     if name == "disk":
         return cache_dir() / "memory"
-    return None if name is None else Path(name)
+    return None if name is None or name == "process" else Path(name)
 
 
 def corpus(place: Path) -> Iterator[str]:

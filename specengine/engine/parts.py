@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specengine import drafters, policies
-from specengine.checkpoints.texts import Memory, corpus
+from specengine.checkpoints.texts import Memory, corpus, folder_of
 from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup, backend
@@ -269,6 +269,7 @@ class EngineState:
             self.notes = parts.notes
             self.drivers = KeptDrivers(parts.target, parts.drafter, parts.policy)
             vars(self).pop("vocabularies", None)
+            vars(self).pop("memory", None)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -554,19 +555,18 @@ def memory_of(
     Raises InputError where one is asked for by name and the draft copies nothing, or files cannot be read.
     """
     copies = isinstance(drafter, Lookup) and hasattr(backend(), "TextMemory")
-    enabled = options.memory not in (None, "off") or options.memory_from is not None
+    named = options.memory not in (None, "off") or options.memory_from is not None
     require(
         "memory",
         str(options.memory or options.memory_from),
         "off where the draft copies nothing; lookup=True has drafts copy, with the extension specengine._ops",
-        copies or not enabled,
+        copies or not named,
     )
-    if not enabled or options.memory == "off":
+    if not copies or options.memory == "off":
         require("memory_from", str(options.memory_from), "none", options.memory_from is None)
         return None
     make = backend().TextMemory
-    folder = None if options.memory in (None, "process") else str(options.memory)
-    memory = Memory(make, target.vocab_size, tokenizer, folder)
+    memory = Memory(make, target.vocab_size, tokenizer, folder_of(options.memory))
     index = memory.of().index
     if options.memory_from is not None:
         require("memory_from", str(options.memory_from), "with a tokenizer", tokenizer is not None)

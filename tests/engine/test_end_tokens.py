@@ -116,7 +116,9 @@ def test_a_root_that_carries_an_end_token_has_a_tree_all_the_same() -> None:
 
 def test_several_texts_at_once() -> None:
     model = engines.model_of("llama")
-    engine = Engine.from_pretrained(model, engines.near_copy("llama"), "eagle", offline=True)
+    engine = Engine.from_pretrained(
+        model, engines.near_copy("llama"), "eagle", offline=True, memory="off"
+    )
     prompts = [[3, 4, 5], [*range(30)], [7] * 9]
     free = engine.generate_many(prompts, max_new_tokens=COUNT, eos_token_id=[])
     ends = sorted({answer.token_ids[8] for answer in free})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,10 +264,26 @@ def test_a_text_that_cannot_be_kept_is_a_note(tmp_path: Path) -> None:
 # ---- what is asked for
 
 
-def test_off_is_none() -> None:
+def test_texts_are_kept_in_the_process_where_a_draft_copies() -> None:
     assert loaded(memory="off").memory is None
-    assert Engine.from_pretrained(tiny(), "recycling", "eagle").memory is None
-    assert loaded().memory is not None
+    engine = Engine.from_pretrained(tiny(), "recycling", "eagle")
+    assert engine.memory is not None
+    engine.generate(PROMPT, **GREEDY)
+    assert len(engine.memory.of().index.texts()) == 1
+    assert Engine.from_pretrained(tiny(), "recycling", "eagle", lookup=False).memory is None
+
+
+def test_a_changed_model_begins_with_no_texts() -> None:
+    model = tiny()
+    engine = Engine.from_pretrained(model, "recycling", "eagle")
+    engine.generate(PROMPT, **GREEDY)
+    model.resize_token_embeddings(60)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    engine.generate(PROMPT, **GREEDY)
+    texts = engine.memory.of().index.texts()  # type: ignore[union-attr]
+    assert len(texts) == 1
+    assert max(texts[0]) < 60
 
 
 @pytest.mark.parametrize(
@@ -300,3 +317,23 @@ def test_a_corpus_begins_the_memory(tmp_path: Path) -> None:
     engine = loaded(tokenizer=byte_tokenizer(), memory_from=str(folder))
     assert engine.memory is not None
     assert len(engine.memory.of().index.texts()) == 1
+
+
+# ---- many requests
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_hold_no_more_than_the_bound() -> None:
+    engine, chance, limit = loaded(), random.Random(1), 1 << 20
+    engine.memory = Memory(backend().TextMemory, 64, limit=limit)
+    index = engine.memory.of().index
+    resident = []
+    for number in range(10_000):
+        prompt = [chance.randrange(64) for _ in range(48)]
+        engine.generate(prompt, max_new_tokens=2, temperature=0.0, eos_token_id=[])
+        assert index.bytes <= limit
+        if number % 1000 == 999:
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    assert 100 < len(index.texts()) < 9_000
+    pages = (4 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert max(resident[2:]) <= resident[1] + pages

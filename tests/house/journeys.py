@@ -120,6 +120,7 @@ def _load() -> Engine:
 def _cycles(engine: Engine, options: dict[str, Any]) -> list[Walked]:
     for _ in engine.stream(WARM_UP, max_new_tokens=WARM_UP_TOKENS, **options):
         pass
+    vars(engine).pop("memory", None)  # of this prompt, by the way before
     pieces = iter(engine.stream(PROMPT, max_new_tokens=TOKENS, **options))
     walked = []
     while True:
