@@ -345,24 +345,18 @@ def ltd_rewards(bench: Bench) -> Found:
 
 
 def talf(bench: Bench) -> Found:
-    """Judge by the committed run under the paper's protocol: trees built once, equal steps.
+    """Judge by the committed runs under the paper's protocol: trees built once, equal steps and equal time.
 
-    The older one, of equal time and trees that are grown again in each step, is shown beside it. No interval compares
-    TALF's head with that of EAGLE's loss after equal steps, so that half of the claim is undecided at best.
+    No interval compares TALF's head with that of EAGLE's loss, so that half of the claim is undecided at best.
     """
-    files = {"hass": "losses-hass-talf.jsonl", "eagle": "losses.jsonl"}
-    once = "losses-talf-steps.jsonl"
-    apart = {first: _beside(file, "talf") for first, file in files.items()}
-    steps = _beside(once, "talf")
-    text = "; ".join(
-        f"tau {more:+.2f} ({low:+.2f} to {high:+.2f}) beside HASS's {protocol} ({file})"
-        for (more, low, high), protocol, file in (
-            (steps, "after equal steps on trees built once", once),
-            (apart["hass"], "at equal time, trees grown in each step", files["hass"]),
-        )
+    files = {"after equal steps": "losses-talf-steps.jsonl", "at equal time": "losses-talf-time.jsonl"}
+    over_hass = {protocol: _beside(file, "talf") for protocol, file in files.items()}
+    text = "tau beside HASS's, trees built once: " + "; ".join(
+        f"{more:+.2f} ({low:+.2f} to {high:+.2f}) {protocol} ({files[protocol]})"
+        for protocol, (more, low, high) in over_hass.items()
     )
-    verdict = all_of((above_one([1 + each for each in steps]), UNDECIDED))
-    return Found(text, verdict, {"over": apart, "over_hass_after_equal_steps": steps})
+    judged = [above_one([1 + each for each in beside]) for beside in over_hass.values()]
+    return Found(text, all_of((*judged, UNDECIDED)), {"over_hass": over_hass})
 
 
 def _beside(file: str, loss: str) -> list[float]:

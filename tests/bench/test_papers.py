@@ -292,11 +292,11 @@ def test_what_takes_hours_is_quoted_from_the_committed_files() -> None:
     assert f"throughput {by_way['ltd, its size: cpu']['speed']:.2f}" in rewards.ours
     losses = papers.talf(Figures())  # type: ignore[arg-type]
     assert losses.verdict == UNDECIDED
-    for _, low, high in losses.figures["over"].values():
-        assert low < high < 0
-    longer, low, high = losses.figures["over_hass_after_equal_steps"]
+    longer, low, high = losses.figures["over_hass"]["after equal steps"]
     assert 0 < low < longer < high
-    assert f"tau {longer:+.2f} ({low:+.2f} to {high:+.2f}) beside HASS's" in losses.ours
+    assert f"{longer:+.2f} ({low:+.2f} to {high:+.2f}) after equal steps" in losses.ours
+    _, low, high = losses.figures["over_hass"]["at equal time"]
+    assert low < 0 < high
 
 
 def test_every_way_can_be_made() -> None:
