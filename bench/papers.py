@@ -349,7 +349,10 @@ def talf(bench: Bench) -> Found:
 
     No interval compares TALF's head with that of EAGLE's loss, so that half of the claim is undecided at best.
     """
-    files = {"after equal steps": "losses-talf-steps.jsonl", "at equal time": "losses-talf-time.jsonl"}
+    files = {
+        "after equal steps": "losses-talf-steps.jsonl",
+        "at equal time": "losses-talf-time.jsonl",
+    }
     over_hass = {protocol: _beside(file, "talf") for protocol, file in files.items()}
     text = "tau beside HASS's, trees built once: " + "; ".join(
         f"{more:+.2f} ({low:+.2f} to {high:+.2f}) {protocol} ({files[protocol]})"
