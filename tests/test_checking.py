@@ -40,7 +40,10 @@ def model() -> PreTrainedModel:
 
 
 def engine_for(model: PreTrainedModel, policy: str | None = "plain", **options: Any) -> Engine:
-    return Engine.from_pretrained(model, policy=policy, tokenizer=byte_tokenizer(), **options)
+    """Return an engine that keeps no texts: those of one test would be copied in the next."""
+    return Engine.from_pretrained(
+        model, policy=policy, tokenizer=byte_tokenizer(), memory="off", **options
+    )
 
 
 @pytest.fixture(scope="module")
