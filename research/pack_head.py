@@ -49,8 +49,9 @@ def keep_tokens(head: Path, out: Path, corpus: Corpus, count: int) -> Path:
     if not 0 < count <= len(ids):
         raise InputError(f"keep: got {count}, accepted 1 to {len(ids)}, the tokens that it drafts")
     frequencies = Counter(token for text in corpus for token in text.tokens[text.answers].tolist())
-    often = torch.tensor([frequencies[token] for token in ids.tolist()])
-    kept = often.argsort(descending=True, stable=True)[:count].sort().values
+    occurrences = torch.tensor([frequencies[token] for token in ids.tolist()])
+    most_frequent = occurrences.argsort(descending=True, stable=True)[:count]
+    kept = most_frequent.sort().values  # in the order of their ids
     state[VOCABULARY] = state[VOCABULARY][kept].contiguous()
     state["d2t"] = ids[kept] - torch.arange(count)
     state["t2d"] = torch.zeros_like(state["t2d"]).index_fill_(0, ids[kept], 1)
