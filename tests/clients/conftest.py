@@ -4,11 +4,13 @@ The server runs with the Python in SPECENGINE_SERVER_PYTHON, else with that of t
 where the clients are installed; a client that is not is skipped.
 """
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -23,37 +25,38 @@ def address(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
+def saved(folder: Path, *options: str) -> Path:
+    """Save a tiny model of random weights there; `--tools`: its chat template takes tools; `--other`: other weights."""
+    command = [PYTHON, "-m", "tests.serve.tiny_model", str(folder), *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@contextlib.contextmanager
+def serving(arguments: Sequence[str]) -> Iterator[str]:
+    """Run a server with these arguments; its address."""
+    _require_extra()
+    port = free_port()
+    with running(arguments, port=port, python=PYTHON, seconds=300):
+        yield address(port)
+
+
 @pytest.fixture(scope="session")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve a model named `tiny` that answers random bytes: for shapes, not for meaning. No key is needed."""
-    _require_extra()
-    folder, port = tmp_path_factory.mktemp("models") / "tiny", free_port()
-    subprocess.run(
-        [PYTHON, "-m", "tests.serve.tiny_model", str(folder)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    folder = saved(tmp_path_factory.mktemp("models") / "tiny")
     limits = ["--default-max-tokens", "8", "--max-tokens", "256", "--queue", "64"]
-    with running(
-        [str(folder), "--draft", "none", "--strict-model", *limits],
-        port=port,
-        python=PYTHON,
-        seconds=300,
-    ):
-        yield address(port)
+    with serving([str(folder), "--draft", "none", "--strict-model", *limits]) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def calling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve such a model with a chat template that takes tools; its name is any."""
-    _require_extra()
-    folder, port = tmp_path_factory.mktemp("models") / "calling", free_port()
-    command = [PYTHON, "-m", "tests.serve.tiny_model", str(folder), "--tools"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    folder = saved(tmp_path_factory.mktemp("models") / "calling", "--tools")
     limits = ["--default-max-tokens", "64", "--queue", "64"]
-    with running([str(folder), "--draft", "none", *limits], port=port, python=PYTHON, seconds=300):
-        yield address(port)
+    with serving([str(folder), "--draft", "none", *limits]) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -75,12 +78,8 @@ def scripted_server() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[str]:
     """Serve the default model, named `smol`, for tests marked `model`. KEY is needed."""
-    _require_extra()
-    port = free_port()
-    with running(
-        ["--served-model-name", "smol", "--api-key", KEY], port=port, python=PYTHON, seconds=300
-    ):
-        yield address(port)
+    with serving(["--served-model-name", "smol", "--api-key", KEY]) as server:
+        yield server
 
 
 def _require_extra() -> None:

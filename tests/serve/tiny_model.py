@@ -1,6 +1,6 @@
 """A folder with a tiny model of random weights, its tokenizer and chat template, for servers in a process of their own.
 
-python -m tests.serve.tiny_model FOLDER [--tools]
+python -m tests.serve.tiny_model FOLDER [--tools] [--other]
 """
 
 import sys
@@ -19,9 +19,9 @@ TOOLS = (
 )
 
 
-def save(folder: Path, tools: bool = False) -> Path:
-    """Save it; tools: the chat template takes them, and the context holds them."""
-    model = tiny(max_position_embeddings=4096 if tools else 512)
+def save(folder: Path, tools: bool = False, other: bool = False) -> Path:
+    """Save it; tools: the chat template takes them, and the context holds them; other: with other weights."""
+    model = tiny(seed=int(other), max_position_embeddings=4096 if tools else 512)
     tokenizer = byte_tokenizer(TOOLS) if tools else byte_tokenizer()
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|end|>")
     model.save_pretrained(folder)
@@ -30,4 +30,4 @@ def save(folder: Path, tools: bool = False) -> Path:
 
 
 if __name__ == "__main__":
-    save(Path(sys.argv[1]), "--tools" in sys.argv)
+    save(Path(sys.argv[1]), "--tools" in sys.argv, "--other" in sys.argv)
