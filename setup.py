@@ -5,7 +5,8 @@ SPECENGINE_CPU=0 leaves the forward on CPUs out, which takes longest. As many fi
 processors and gigabytes of free memory; SPECENGINE_JOBS=1 compiles one at a time. SPECENGINE_SANITIZE=1 builds the
 extensions with the sanitizers for memory and undefined behaviour: `make test-sanitized`.
 
-In place, as `pip install -e .` builds, only instruction sets that this machine runs are compiled; a wheel has all.
+In place, as `pip install -e .` builds, only the fastest instruction sets that this machine runs and portable code are
+compiled, with SPECENGINE_ALL_SETS=1 all that it runs, for tests and comparisons; a wheel has all.
 
 An extension that cannot be built is left out, with a word on stderr. SPECENGINE_STRICT_BUILD=1, as wheels are built
 with, makes that an error.
@@ -115,16 +116,13 @@ def cgroup_memory() -> list[tuple[str, str]]:
 
 
 def compile_at_once(compiler: Any, most: int) -> None:
-    """Let setuptools' compiler, which takes one file after the other, run up to `most` processes."""
-    one_by_one = compiler.compile
+    """Let setuptools' compiler, which takes one file after the other, run up to `most` processes for all extensions."""
+    one_by_one, pool = compiler.compile, ThreadPool(most)
 
     def compile_all(sources: list[str], **options: Any) -> list[str]:
-        with ThreadPool(most) as pool:
-            return [
-                file
-                for files in pool.map(lambda source: one_by_one([source], **options), sources, 1)
-                for file in files
-            ]
+        # the bindings, which take longest, are the last by name and the first to begin
+        compiled = pool.map(lambda source: one_by_one([source], **options), sources[::-1], 1)
+        return [file for files in compiled for file in files]
 
     compiler.compile = compile_all
 
@@ -147,6 +145,20 @@ def list_formats(folder: str, csrc: str = "csrc") -> None:
         Path(folder, "cpu", header).write_text(text)
 
 
+def in_units(sources: list[str], count: int, folder: str) -> list[str]:
+    """Write files that include the sources, `count` at most, and return them: each reads what they share once."""
+    units = []
+    for unit in range(min(count, len(sources))):
+        file = Path(folder, f"unit_{unit}.cpp")
+        included = [Path(source).relative_to("csrc").as_posix() for source in sources[unit::count]]
+        text = "".join(f'#include "{source}"\n' for source in included)
+        if not file.exists() or file.read_text() != text:  # else it would be compiled anew
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        units.append(str(file))
+    return units
+
+
 def run_here(sources: list[str], cpuinfo: str = "/proc/cpuinfo") -> list[str]:
     """Return the sources without instruction sets that this machine has not; all where Linux does not tell.
 
@@ -162,6 +174,27 @@ def run_here(sources: list[str], cpuinfo: str = "/proc/cpuinfo") -> list[str]:
     return [source for source in sources if required_flags(source) <= has]
 
 
+def fastest(sources: list[str]) -> list[str]:
+    """Return the sources without instruction sets that another one of the same products goes beyond, but portable ones.
+
+    Products are of integers, of pairs of bfloat16, or of floats, which the other two do not replace.
+    """
+    required = {source: required_flags(source) for source in sources}
+
+    def products(source: str) -> tuple[bool, bool]:
+        return "integer" in source, "avx512bf16" in required[source]
+
+    return [
+        source
+        for source in sources
+        if not required[source]
+        or not any(
+            required[source] < required[other] and products(source) == products(other)
+            for other in sources
+        )
+    ]
+
+
 def required_flags(source: str) -> set[str]:
     """Return what a file is compiled for, as CPU_ISA_BEGIN says; nothing for a file that every CPU runs."""
     region = re.search(r'CPU_ISA_BEGIN\("(.*)"\)', Path(source).read_text(encoding="utf-8"))
@@ -175,17 +208,24 @@ class OptionalBuildExt(build_ext):
         if self.inplace or self.editable_mode:
             for extension in self.extensions:
                 extension.sources = run_here(extension.sources)
+                if os.environ.get("SPECENGINE_ALL_SETS") != "1":
+                    extension.sources = fastest(extension.sources)
         super().run()
 
     def build_extensions(self):
         most = 1 if WINDOWS else jobs()
+        for extension in self.extensions:
+            if extension.name == OPS:  # pybind11 takes half of the time of its small files
+                extension.depends += extension.sources
+                extension.sources = in_units(extension.sources, most, self.build_temp)
         files = sum(len(extension.sources) for extension in self.extensions)
         print(
-            f"specengine: compiling {files} files, {most} at a time, about 10 s of a processor each",
+            f"specengine: compiling {files} files, {most} at a time, about 15 s of a processor each",
             flush=True,
         )
         if most > 1:
             compile_at_once(self.compiler, most)
+            self.parallel = len(self.extensions)
         super().build_extensions()
 
     def build_extension(self, ext):
@@ -280,8 +320,7 @@ def extensions() -> list[Extension]:
     )
     forward = extension(
         CPU,
-        # those of integers, which take 20 s of a processor and others 8, are not the last to begin
-        ["csrc/cpu_binding.cpp", *sorted(glob("csrc/cpu/isa_*.cpp"), reverse=True)],
+        ["csrc/cpu_binding.cpp", *sorted(glob("csrc/cpu/isa_*.cpp"))],
         include_dirs=["csrc"],
         depends=[*headers, *sorted(glob("csrc/cpu/*/*.inl"))],
         cxx_std=17,

@@ -232,6 +232,33 @@ def test_a_build_in_place_has_the_instruction_sets_that_this_cpu_runs(
     assert {Path(file).stem for file in chosen} == expected | {"cpu_binding"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", set()),
+        ("fma avx2 f16c", {"isa_avx2", "isa_integer_avx2"}),
+        ("fma avx2 f16c avx_vnni", {"isa_avx2", "isa_integer_avxvnni"}),
+        (AVX512, {"isa_avx512", "isa_integer_avx512"}),
+        (
+            f"{AVX512} avx512_bf16 avx512_vnni",
+            {"isa_avx512", "isa_avx512bf16", "isa_integer_avx512vnni"},
+        ),
+        (
+            f"{AVX512} avx512_bf16 avx512_vnni avx_vnni amx_bf16 amx_tile amx_int8",
+            {"isa_avx512", "isa_amx", "isa_integer_avx512vnni", "isa_integer_avxvnni"},
+        ),
+    ],
+)
+def test_of_sets_with_the_same_products_the_fastest_is_enough(
+    setup_script: dict[str, Any], tmp_path: Path, flags: str, expected: set[str]
+) -> None:
+    files = [str(file) for file in (ROOT / "csrc" / "cpu").glob("isa_*.cpp")]
+    binding = str(ROOT / "csrc" / "cpu_binding.cpp")
+    run = setup_script["run_here"]([binding, *files], cpuinfo(tmp_path, flags))
+    chosen = {Path(file).stem for file in setup_script["fastest"](run)}
+    assert chosen == expected | PORTABLE_SETS | {"cpu_binding"}
+
+
 def test_where_no_flags_are_told_all_instruction_sets_are_built(
     setup_script: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -241,18 +268,21 @@ def test_where_no_flags_are_told_all_instruction_sets_are_built(
         assert setup_script["run_here"](files, str(tmp_path / told)) == files
 
 
+@pytest.mark.parametrize("all_sets", [False, True])
 @pytest.mark.parametrize("option", [None, "inplace", "editable_mode"])
 def test_a_wheel_has_all_instruction_sets(
     monkeypatch: pytest.MonkeyPatch,
     setup_script: dict[str, Any],
     tmp_path: Path,
     option: str | None,
+    all_sets: bool,
 ) -> None:
     pytest.importorskip("pybind11")
     setuptools = pytest.importorskip("setuptools")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(setup_script["build_ext"], "run", lambda self: None)
-    told = (cpuinfo(tmp_path, ""),)
+    told = (cpuinfo(tmp_path, AVX512),)
+    monkeypatch.setenv("SPECENGINE_ALL_SETS", str(int(all_sets)))
     monkeypatch.setattr(setup_script["run_here"], "__defaults__", told)
     distribution = setuptools.Distribution({"ext_modules": setup_script["extensions"]()})
     command = setup_script["OptionalBuildExt"](distribution)
@@ -261,7 +291,8 @@ def test_a_wheel_has_all_instruction_sets(
         setattr(command, option, True)
     command.run()
     built = {Path(file).stem for extension in command.extensions for file in extension.sources}
-    assert built & ALL_SETS == (PORTABLE_SETS if option else ALL_SETS)
+    here = {"isa_avx512", "isa_integer_avx512"} | (AVX2_SETS if all_sets else PORTABLE_SETS)
+    assert built & ALL_SETS == (here if option else ALL_SETS)
     assert {"cpu_binding", "ops_binding"} <= built
 
 
