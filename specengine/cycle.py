@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -158,7 +158,6 @@ def _grown(
         elif is_seen:
             drafters.require_step(drafter, step, frontier.ids.shape[0], sys.maxsize)
         blame(policy, "grow", error)
-        raise
     if not isinstance(grown, Nodes):
         raise policies.no_nodes(policy, "grow", grown)
     seconds.draft += drafted - began
@@ -173,7 +172,6 @@ def keep(policy: TreePolicy, grown: TokenTree, seconds: Seconds) -> Draft:
         kept = policy.keep(grown)
     except Exception as error:
         blame(policy, "keep", error)
-        raise
     if not isinstance(kept, Nodes):
         raise policies.no_nodes(policy, "keep", kept)
     kept = Nodes(kept.alive(), kept.live)
@@ -271,8 +269,8 @@ def _shared_pass(
         seconds.draft += rows.seconds
 
 
-def blame(part: TreePolicy | Drafter, method: str, error: Exception) -> None:
-    """Raise the error that names the policy or the drafter whose method has raised this one, unless it says enough.
+def blame(part: TreePolicy | Drafter, method: str, error: Exception) -> NoReturn:
+    """Raise the error that names the policy or the drafter whose method has raised this one, itself if it says enough.
 
     To be called in a handler: a context manager would be entered ten times in a cycle.
     """
@@ -285,7 +283,7 @@ def blame(part: TreePolicy | Drafter, method: str, error: Exception) -> None:
         raise policies.named(part, error) from error
     named = isinstance(error, InputError) and text.startswith(("policy ", "draft"))
     if named or says_enough(error):
-        return
+        raise error
     if not isinstance(error, InputError):
         text = f"raised {type(error).__name__}: {text}"
     if isinstance(part, TreePolicy):
@@ -307,7 +305,6 @@ def blaming(part: TreePolicy | Drafter, method: str) -> Iterator[None]:
         yield
     except Exception as error:
         blame(part, method, error)
-        raise
 
 
 def result_of(steps: Generator[Any, None, Any]) -> Any:
@@ -592,7 +589,6 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
             driver.policy.learn(Outcome.of(cycle))
         except Exception as error:
             blame(driver.policy, "learn", error)
-            raise
         seconds.policy += (learnt := time.perf_counter() - now)
         seconds.total += learnt
     lane.count(cycle)
@@ -665,7 +661,6 @@ def commit(
                 driver.drafter.accept(cycle)
             except Exception as error:
                 blame(driver.drafter, "accept", error)
-                raise
     lane.root = tokens[-1]
     return cycle
 

@@ -9,7 +9,7 @@ from specengine.batch.answering import AHEAD, Answered, answer, facts, failed
 from specengine.batch.files import Record
 from specengine.batch.lines import Item
 from specengine.engine import Engine
-from specengine.engine.scheduler import run_alone
+from specengine.engine.scheduler import result_of
 from specengine.errors import ReplicaError
 from specengine.replicas import Scale
 from specengine.replicas.cluster import needs, ray
@@ -30,7 +30,7 @@ class LineReplica:
 
     def answer(self, item: Item) -> Answered:
         assert self._engine is not None
-        answered: Answered = run_alone(answer(self._engine, item))
+        answered: Answered = result_of(answer(self._engine, item))
         return answered
 
 

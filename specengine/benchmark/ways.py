@@ -20,9 +20,8 @@ from specengine.checkpoints.pretrained import load_model
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
-from specengine.drafters.small_model import check_tokenizers
 from specengine.engine import Engine, loading
-from specengine.errors import InputError
+from specengine.errors import InputError, TokenizerMismatchError
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 
@@ -144,8 +143,7 @@ def without_memory(drafter: Drafter) -> Drafter:
     if isinstance(drafter, Recycling):
         return dataclasses.replace(drafter)
     if isinstance(drafter, Lookup):
-        recycling = drafter.recycling
-        fresh = dataclasses.replace(recycling) if isinstance(recycling, Recycling) else recycling
+        fresh: Any = None if drafter.recycling is None else without_memory(drafter.recycling)
         return Lookup(without_memory(drafter.inner), fresh)
     return drafter
 
@@ -246,15 +244,24 @@ def baseline(
 
 
 def _assistant(assistant: str, plain: Engine, load_options: LoadOptions) -> Any:
-    as_target: dict[str, Any] = {
-        "device": plain.target.device,
-        "backend": "huggingface",
-        "quantize": None,
-        "numerics": "auto",
-    }
-    model, tokenizer, *_ = load_model(assistant, dataclasses.replace(load_options, **as_target))
-    if tokenizer is not None and plain.tokenizer is not None:
-        check_tokenizers(tokenizer, plain.tokenizer)
+    model, tokenizer, *_ = load_model(
+        assistant,
+        dataclasses.replace(
+            load_options,
+            device=plain.target.device,
+            backend="huggingface",
+            quantize=None,
+            numerics="auto",
+        ),
+    )
+    if (
+        tokenizer is not None
+        and plain.tokenizer is not None
+        and tokenizer.get_vocab() != plain.tokenizer.get_vocab()
+    ):
+        raise TokenizerMismatchError(
+            "assistant: its tokenizer differs from the target's, whose tokens it has to propose"
+        )
     return model
 
 

@@ -143,8 +143,10 @@ def load_head(
     only.
     """
     folder = Path(path)
-    if producer is not None and producer not in layouts.names():
-        raise CheckpointError(f"producer: got {producer!r}, accepted {', '.join(layouts.names())}")
+    require_intact(
+        f"producer: got {producer!r}, accepted {', '.join(layouts.names())}",
+        producer is None or producer in layouts.names(),
+    )
     raw, tensors = _read_config(folder), _read_tensors(folder)
     try:
         layout = _layout(raw, tensors, producer, layer_ids)
@@ -303,11 +305,11 @@ def _unpacked(folder: Path, name: str, tensors: State) -> tuple[str, Tensor]:
     if tensor.dtype != torch.uint8 or kind not in Kind.__members__:
         return name, tensor
     block = Kind[kind]
-    if tensor.ndim != 2 or tensor.shape[1] % block.bytes or base in tensors:
-        raise CheckpointError(
-            f"{folder}: {name} has shape {list(tensor.shape)}, accepted rows of whole blocks of {block.bytes} bytes, "
-            f"and no {base} beside them"
-        )
+    require_intact(
+        f"{folder}: {name} has shape {list(tensor.shape)}, accepted rows of whole blocks of {block.bytes} bytes, "
+        f"and no {base} beside them",
+        tensor.ndim == 2 and not tensor.shape[1] % block.bytes and base not in tensors,
+    )
     shape = len(tensor), tensor.shape[1] // block.bytes * block.elements
     return base, torch.from_numpy(dequantize(kind.lower(), tensor.numpy(), shape)).bfloat16()
 

@@ -16,7 +16,13 @@ from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, stacked, tensors_of
-from specengine.errors import CheckpointError, SpecEngineError, UnsupportedModelError, require
+from specengine.errors import (
+    CheckpointError,
+    SpecEngineError,
+    UnsupportedModelError,
+    require,
+    require_intact,
+)
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.configs import family_of, layer_template, with_buffers
 from specengine.models.kv_cache import CachedTarget, LanguageModel
@@ -97,8 +103,10 @@ def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fa
         ],
     }
     listed = [f"{problem}: {', '.join(keys[:4])}" for problem, keys in problems.items() if keys]
-    if listed:
-        raise CheckpointError(f"{fault}; {'; '.join(listed)}")
+    require_intact(
+        f"{fault}; {'; '.join(listed)}",
+        not listed,
+    )
     buffers = {key for key, _ in net.named_buffers()}
     filled = {key: tensor if key in buffers else tensor.to(dtype) for key, tensor in state.items()}
     net.load_state_dict(filled, assign=True)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.errors import CheckpointError, UnsupportedModelError, require_intact
 from specengine.files import safetensors_files
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -46,10 +46,10 @@ class StoredTensor(NamedTuple):
         data = bytearray((last - first) * each)
         with self.file.open("rb") as stream:
             stream.seek(self.offset + first * each)
-            if stream.readinto(data) != len(data):
-                raise CheckpointError(
-                    f"{self.file}: became shorter while it was read; load it again"
-                )
+            require_intact(
+                f"{self.file}: became shorter while it was read; load it again",
+                stream.readinto(data) == len(data),
+            )
         return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
 
 

@@ -233,7 +233,7 @@ def add_draft(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--draft",
         help=f"{', '.join(DRAFTS)}, none, default-head (the shipped one), the id or path of an EAGLE head or of a "
-        "smaller model with the same tokenizer, a plug-in's name, or FILE.py:CLASS, whose code is run (default: the "
+        "smaller model, a plug-in's name, or FILE.py:CLASS, whose code is run (default: the "
         "head that ships for the model, for what it is a fine-tune of, or is stored with it, else recycling)",
     )
     add_declared(parser, ["draft_options", "lookup"])

@@ -129,22 +129,15 @@ class Guided(Wrapped):
     def _add_allowed(self, proposals: Free, unchecked: Free, tree: TokenTree) -> None:
         """Append the continuations that the grammar allows on their own path."""
         size, first = len(tree), len(tree) - len(proposals.tokens)
-        places: dict[int, int | None] = {}
-        paths: dict[int, list[int]] = {}
+        added: dict[int, tuple[int, list[int]]] = {}  # their places and paths
         for entry, (parent, token) in enumerate(
             zip(unchecked.parents, unchecked.tokens, strict=True)
         ):
-            place = parent if parent < size else places[parent]
-            path = (
-                paths.get(parent) or self._path(tree, parent)
-                if parent < size
-                else paths.get(parent, [])
-            )
-            allowed = place is not None and self.constraint.allows(path, token)
-            places[size + entry] = first + len(proposals.tokens) if allowed else None
-            if allowed:
-                assert place is not None
-                paths[size + entry] = [*path, token]
+            if parent >= size and parent not in added:
+                continue
+            place, path = added.get(parent) or (parent, self._path(tree, parent))
+            if self.constraint.allows(path, token):
+                added[size + entry] = first + len(proposals.tokens), [*path, token]
                 _append(
                     proposals,
                     place,

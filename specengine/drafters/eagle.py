@@ -57,9 +57,11 @@ class EagleDraft(RowDraft):
     ) -> None:
         head = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
         self.head: DraftHead = head
-        self.name = name
-        if isinstance(head, EagleRunner):
-            self.name = f"eagle (EAGLE-{head.config.version}{', ' + name if name else ''})"
+        self.name = (
+            f"eagle (EAGLE-{head.config.version}{', ' + name if name else ''})"
+            if isinstance(head, EagleRunner)
+            else name
+        )
         self.target, self.model_seconds = target, 0.0
         self._states = torch.zeros(0, head.hidden_size, dtype=head.dtype, device=target.device)
         self._temperatures = torch.tensor(

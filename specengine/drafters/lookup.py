@@ -21,7 +21,7 @@ from specengine.errors import require
 from specengine.models import common_prefix
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Drafted, Step, mix_copies
-from specengine.ops.tree import Arrays, Beside, Free, TokenTree
+from specengine.ops.tree import Arrays, Beside, Free, TokenTree, path_of
 from specengine.records import Cycle
 
 # By tokens of a match: share of positions where the token after the match was the one that followed it before; of 0.7M
@@ -467,22 +467,14 @@ def contexts(
     before: list[int], tokens: list[int], parents: list[int], nodes: Sequence[int]
 ) -> list[list[int]]:
     """Return the tokens up to each of these nodes: `before`, and those of its path from the root on."""
-    paths = list[list[int]]()
-    for node in nodes:
-        path = [tokens[node]]
-        while node > 0:
-            node = parents[node]
-            path.append(tokens[node])
-        paths.append([*before, *reversed(path)])
-    return paths
+    return [[*before, *(tokens[above] for above in path_of(parents, node))] for node in nodes]
 
 
 def require_lengths(draft: str, shortest: int, longest: int) -> None:
     """Raise InputError unless these can be the lengths of suffixes."""
-    got = f"{shortest}, {longest}"
     require(
         f"draft {draft}.shortest, longest",
-        got,
+        f"{shortest}, {longest}",
         "1 <= shortest <= longest",
         1 <= shortest <= longest,
     )

@@ -1,16 +1,18 @@
-"""Drafting by a smaller causal language model with the same tokens."""
+"""Drafting by a smaller causal language model: with the target's tokens, or translated from its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specengine import registry
-from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft
+from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Step
 from specengine.errors import (
     InputError,
     TokenizerMismatchError,
@@ -20,9 +22,118 @@ from specengine.errors import (
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import LanguageModel, Rows
-from specengine.models.native import NativeLM
+from specengine.models.native import NativeLM, from_model
+from specengine.models.refusals import NoTreesError
 from specengine.ops import PassRows
+from specengine.ops.tree import TokenTree
 from specengine.options import LoadOptions
+from specengine.records import Cycle
+
+_BLANKS = ("\u2581", "\u0120")  # as SentencePiece writes it, and as byte-level pieces do
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_SINGLE = re.compile(r"<0x([0-9A-F]{2})>")
+_MARK = b"\xff\xfe\xfd"  # around the name of a special token, which no text writes
+# a special token, a byte that belongs to no character, as Python's surrogate, or characters
+_RUNS = re.compile(
+    "\udcff\udcfe\udcfd.+?\udcff\udcfe\udcfd|[\udc80-\udcff]|[^\udc80-\udcff]+", re.DOTALL
+)
+TAIL = 16  # tokens at the end of a text that later bytes may change
+
+
+def _byte_level(piece: str) -> bytes:
+    return bytes(_LETTERS[letter] for letter in piece if letter in _LETTERS)
+
+
+def _sentencepiece(piece: str) -> bytes:
+    single = _SINGLE.fullmatch(piece)
+    return bytes.fromhex(single[1]) if single else piece.replace(_BLANKS[0], " ").encode()
+
+
+def written_by(tokenizer: Any, size: int) -> dict[int, bytes]:
+    """Return the bytes that each token below `size` writes; special ones write their name between marks.
+
+    TokenizerMismatchError for a tokenizer whose pieces do not say it.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if vocabulary.keys().isdisjoint(_BLANKS):
+        raise TokenizerMismatchError(
+            f"tokenizer {type(tokenizer).__name__}: its pieces do not say which bytes they write"
+        )
+    read = _sentencepiece if _BLANKS[0] in vocabulary else _byte_level
+    added = tokenizer.added_tokens_decoder
+    marks = {id: _MARK if token.special else b"" for id, token in added.items()}
+    return {
+        id: marks[id] + name.encode() + marks[id] if id in marks else read(name)
+        for id, name in sorted((id, name) for name, id in vocabulary.items() if id < size)
+    }
+
+
+def _joined(written: dict[int, bytes], tokens: list[int]) -> bytes:
+    return b"".join(written.get(token, b"") for token in tokens)
+
+
+class Alignment:
+    """A target's text in a draft's tokens, and the tokens that both have: those that write the same bytes.
+
+    target, draft  by token, the bytes that it writes, see `written_by`
+    start          int list, the draft's tokens before any text
+    own            int64 [size, the target's vocabulary], the draft's id of a token, or of its longest known ending
+    columns        int64 [n], the draft's ids of tokens that both have; token_ids: int64 [n], the target's
+
+    After Timor et al. 2025, Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+    Vocabularies (arXiv 2502.05202), algorithm 4.
+    """
+
+    def __init__(
+        self,
+        target: dict[int, bytes],
+        draft: dict[int, bytes],
+        tokenizer: Any,
+        size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.target, self.draft, self._tokenizer = target, draft, tokenizer
+        self.start = list(tokenizer("", verbose=False)["input_ids"])
+        # a byte's own token gives way to later ones that write it
+        self._ids = {data: id for id, data in draft.items() if data}
+        shared = {self._ids[data]: id for id, data in target.items() if data in self._ids}
+        endings = (
+            [data[at:] for at in range(len(data)) if data[at:] in self._ids]
+            for data in (target.get(token, b"") for token in range(size))
+        )
+        draft_ids = [self._ids[longest[0]] if longest else 0 for longest in endings]
+        self.own, self.columns, self.token_ids = (
+            torch.tensor(ids, dtype=torch.int64, device=device)
+            for ids in (draft_ids, [*shared], [*shared.values()])
+        )
+        # a line break first where the tokenizer puts a blank before a text
+        self._before = "" if _joined(draft, self._read("a")) == b"a" else "\n"
+        self._skipped = len(self._read(self._before))
+
+    def encode(self, data: bytes) -> list[int]:
+        """Return the draft's tokens that write these bytes, which need not be whole characters."""
+        ids = list[int]()
+        for run in _RUNS.findall(data.decode(errors="surrogateescape")):
+            whole = self._ids.get(run.encode(errors="surrogateescape"))
+            text = self._before + run.encode(errors="ignore").decode()
+            ids += self._read(text)[self._skipped :] if whole is None else [whole]
+        return ids
+
+    def extended(self, ids: list[int], tokens: list[int], firm: int = 0) -> list[int]:
+        """Return a text in the draft's tokens, `ids`, with tokens of the target after it.
+
+        Of `ids` the last TAIL may change, those after a blank, and none of the first `firm`.
+        """
+        first = max(firm, len(self.start), len(ids) - TAIL)
+        blanks = (at for at in range(first, len(ids)) if self.draft.get(ids[at], b"")[:1].isspace())
+        end = next(blanks, first)
+        data = _joined(self.draft, ids[end:]) + _joined(self.target, tokens)
+        return [*ids[:end], *self.encode(data)]
+
+    def _read(self, text: str) -> list[int]:
+        return self._tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
 
 
 class SmallModel(RowDraft):
@@ -33,6 +144,9 @@ class SmallModel(RowDraft):
 
     vocab_size: the target's; logits of padding rows beyond the smaller of both vocabularies are cut off.
     captured: UnsupportedModelError where its passes cannot be captured; merge: see CausalLM.
+
+    alignment: of its tokens with a target's other ones. It then reads the text in its own tokens, tokenised anew only
+    at its end, and proposes those that are shared, by its own distribution over them.
     """
 
     about = About(lookup=True, takes_any_model=True)
@@ -45,13 +159,24 @@ class SmallModel(RowDraft):
         pack: bool | None = None,
         captured: bool = False,
         merge: bool = False,
+        alignment: Alignment | None = None,
     ) -> None:
         native = isinstance(model, NativeLM)
-        self.lm: LanguageModel = model if native else CausalLM(model, pack=pack, merge=merge)
+        try:
+            self.lm: LanguageModel = model if native else CausalLM(model, pack=pack, merge=merge)
+        except (
+            NoTreesError
+        ) as refused:  # of recurrent layers the native forward keeps states by node
+            try:
+                self.lm = from_model(model)
+            except UnsupportedModelError:
+                raise refused from None
+        self._alignment = alignment
         if captured and isinstance(self.lm, CausalLM):
             self.lm.require_capture()
         self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
         self.vocab_size = min(self.lm.vocab_size, vocab_size or self.lm.vocab_size)
+        self._columns: Any = slice(self.vocab_size) if alignment is None else alignment.columns
         self._version = self.lm.version
         super().__init__(self.lm.new_cache(1))
 
@@ -74,9 +199,9 @@ class SmallModel(RowDraft):
             missing = checkpoints.checks.why_absent(draft, offline=options.offline)
             if missing is not None:
                 embedded_names = _names(embedded.HEAD)
-                meant = did_you_mean(draft, embedded_names)
                 raise InputError(
-                    f"draft: got {draft!r}, accepted {', '.join(embedded_names)}, a path or a Hub id; {missing}{meant}"
+                    f"draft: got {draft!r}, accepted {', '.join(embedded_names)}, a path or a Hub id; {missing}"
+                    f"{did_you_mean(draft, embedded_names)}"
                 )
         return lambda target, tokenizer: cls.from_model(
             draft, target, tokenizer, options, checkpoints
@@ -91,7 +216,10 @@ class SmallModel(RowDraft):
         options: LoadOptions,
         checkpoints: Any,
     ) -> SmallModel:
-        """Load a model on the target's device. Raises InputError or TokenizerMismatchError if it does not fit."""
+        """Load a model on the target's device, aligned with the target where their tokenizers differ.
+
+        Raises InputError or TokenizerMismatchError if it does not fit.
+        """
         loaded = dataclasses.replace(
             options,
             device=target.device,
@@ -106,27 +234,38 @@ class SmallModel(RowDraft):
             raise InputError(
                 f"draft: the model is on {model.device}, accepted {target.device}, the target's device"
             )
-        if tokenizer is not None and own_tokenizer is not None:
-            try:
-                check_tokenizers(own_tokenizer, tokenizer)
-            except TokenizerMismatchError as error:
-                embedded = checkpoints.embedded
-                if draft != embedded.NAME:
-                    raise
-                head = f"this is the whole model of that name; the head that ships is draft={embedded.HEAD!r}"
-                raise TokenizerMismatchError(f"{error}; {head}") from None
-        elif (
-            vocabulary := model.vocab_size
+        vocabulary = (
+            model.vocab_size
             if isinstance(model, NativeLM)
             else model.get_input_embeddings().weight.shape[0]
-        ) != target.vocab_size:
-            raise InputError(
-                f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
-                "both must be equal without two tokenizers to compare"
+        )
+        alignment = None
+        if tokenizer is None or own_tokenizer is None:
+            if vocabulary != target.vocab_size:
+                raise InputError(
+                    f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
+                    "both must be equal without two tokenizers to compare"
+                )
+        elif own_tokenizer.get_vocab() != tokenizer.get_vocab():
+            if target.captured:
+                raise UnsupportedModelError(
+                    "draft: its tokenizer is another one than the target's; accepted with graphs=False"
+                )
+            alignment = Alignment(
+                written_by(tokenizer, target.vocab_size),
+                written_by(own_tokenizer, vocabulary),
+                own_tokenizer,
+                target.vocab_size,
+                target.device,
             )
         try:
             return cls(
-                model, target.vocab_size, pack=options.pack, captured=target.captured, merge=is_own
+                model,
+                target.vocab_size,
+                pack=options.pack,
+                captured=target.captured,
+                merge=is_own,
+                alignment=alignment,
             )
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"draft: {error}") from error
@@ -146,6 +285,10 @@ class SmallModel(RowDraft):
         if self.lm.version != self._version:
             self.reset()
             self._version = self.lm.version
+        if self._alignment is not None:
+            prompt = self._alignment.extended(self._alignment.start, prompt)
+            self._committed: list[int] = []  # of the answer, by the target's ids, the root excluded
+            self._taken_in = 0  # of these and the root
         self.cache.crop(min(common_prefix(self._tokens, prompt), self.cache.length))
         self._tokens = list(prompt)
         self.taken.fill_(1)  # the root
@@ -156,11 +299,42 @@ class SmallModel(RowDraft):
             self.cache, [min(token, self.lm.vocab_size - 1) for token in tokens], logits="none"
         )
 
+    def root(self, tree: TokenTree) -> Step:
+        """Run the pass, with other tokens than the target's over what the text has become with the root."""
+        if self._alignment is not None:
+            self.settle()
+            tokens = [*self._committed, int(tree.tokens[0])]
+            firm = self.cache.length if self.cache.states else 0  # as states cannot go back
+            ids = self._alignment.extended(self._tokens, tokens[self._taken_in :], firm)
+            self.cache.crop(min(common_prefix(self._tokens, ids), self.cache.length))
+            rest = ids[self.cache.length :]
+            self.reserve(len(ids), tree.capacity, len(rest))
+            self._held[1 : len(rest) + 1] = torch.tensor(rest, dtype=torch.int64)
+            self.taken.fill_(len(rest))
+            self._tokens, self._taken_in = ids, len(tokens)
+        return super().root(tree)
+
+    def accept(self, cycle: Cycle) -> None:
+        if self._alignment is None:
+            super().accept(cycle)
+        else:
+            self._committed += [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        return None if self._alignment is None else self._alignment.token_ids
+
     def _run(self, rows: Rows, pass_rows: PassRows, shared: Any = None) -> tuple[Tensor, None]:
+        if self._alignment is not None:
+            rows.tokens = (
+                self._alignment.own[rows.tokens]
+                if pass_rows.one is None  # else all but the root are the draft's tokens already
+                else rows.tokens.index_fill(0, pass_rows.one, self._tokens[-1])
+            )
         # A target with a larger, padded vocabulary may commit an id that is unknown here; any other will do for it.
         rows.tokens = rows.tokens.clamp(max=self.lm.vocab_size - 1)
         logits, _ = self.lm.forward(rows, self.cache, one=pass_rows.one)
-        return logits[:, : self.vocab_size], None
+        return logits[:, self._columns], None
 
 
 def _names(head: str) -> list[str]:
@@ -170,23 +344,3 @@ def _names(head: str) -> list[str]:
         name for name in registry.names(package) if name not in ("eagle", "lookup", "small_model")
     )
     return [*named, *sorted(registry.plugins(package)), "none", head]
-
-
-def check_tokenizers(draft: Any, target: Any) -> None:
-    """Raise TokenizerMismatchError unless both tokenizers give every token the same id.
-
-    Compared by content, so models whose vocabularies are padded to different sizes fit.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    differing = sorted(
-        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=str
-    )
-    examples = ", ".join(
-        f"{t!r}: target {ours.get(t)}, draft {theirs.get(t)}" for t in differing[:3]
-    )
-    raise TokenizerMismatchError(
-        f"draft: its tokenizer differs from the target's in {len(differing)} of {len(ours)} tokens ({examples}); "
-        "a draft model must use the target's tokenizer"
-    )

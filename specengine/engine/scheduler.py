@@ -21,7 +21,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.cycle import Lane, result_of, run_eager
+from specengine.cycle import Lane, run_eager
+from specengine.cycle import result_of as result_of
 from specengine.models.kv_cache import in_own_dtype
 from specengine.models.native import NativeLM, RowBatch, one_torch_thread
 from specengine.records import Cycle, GenerationResult, StreamPiece
@@ -375,11 +376,6 @@ def run_tasks(
     finally:
         for task in tasks.values():
             task.close()
-
-
-def run_alone(task: Task) -> Any:
-    """Run a task of an engine that shares nothing, and return its result."""
-    return result_of(task)
 
 
 def finished(generation: Any) -> Task:

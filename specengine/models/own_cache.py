@@ -28,7 +28,7 @@ from specengine.models.refusals import (
     model_name,
     refuse_others,
 )
-from specengine.ops.tree import TokenTree
+from specengine.ops.tree import TokenTree, path_of
 
 CACHES = {  # the argument that takes each cache which a model returns
     "past_key_values": "past_key_values",
@@ -324,13 +324,8 @@ class TreePaths:
     def of(cls, tree: TokenTree) -> TreePaths:
         parents = tree.parents.tolist()
         inner = set(parents)
-        paths = []
-        for leaf in (node for node in range(len(parents)) if node not in inner):
-            path = [leaf]
-            while (parent := parents[path[-1]]) >= 0:
-                path.append(parent)
-            paths.append(path[::-1])
-        return cls(paths, len(parents))
+        leaves = (node for node in range(len(parents)) if node not in inner)
+        return cls([path_of(parents, leaf) for leaf in leaves], len(parents))
 
     def tokens(self, tree: TokenTree) -> list[list[int]]:
         """Return the tokens of each row."""

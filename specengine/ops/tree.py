@@ -609,6 +609,14 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+def path_of(parents: Sequence[int], node: int) -> list[int]:
+    """Return the nodes from the root to this one, both included."""
+    path = [node]
+    while path[-1] > 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
 class TokenTree:
     """Candidate continuations of the last committed token, which is node 0, the root.
 
@@ -729,13 +737,11 @@ class TokenTree:
 
     def __str__(self) -> str:
         """Return a line per node, below its parent: the token, and the draft's probability of the edge to it."""
-        paths = [(0,)]
-        for node, parent in enumerate(self.parents[1 : len(self)].tolist(), start=1):
-            paths.append((*paths[parent], node))
+        parents = self.parents.tolist()
         tokens, edges = self.tokens.tolist(), self.log_probs.exp().tolist()
         return "\n".join(
             f"{'  ' * (len(path) - 1)}{tokens[path[-1]]} {edges[path[-1]]:.3f}"
-            for path in sorted(paths)
+            for path in sorted(path_of(parents, node) for node in range(len(self)))
         )
 
     def _repr_html_(self) -> str:
@@ -890,11 +896,8 @@ class TokenTree:
 
     def path_tokens(self, node: int) -> list[int]:
         """Return tokens from the root (excluded) to `node` (included)."""
-        tokens: list[int] = []
-        while node > 0:
-            tokens.append(int(self.tokens[node]))
-            node = int(self.parents[node])
-        return tokens[::-1]
+        tokens = self.tokens.tolist()
+        return [tokens[above] for above in path_of(self.parents.tolist(), node)[1:]]
 
 
 def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:

@@ -138,10 +138,16 @@ class Sampler:
     def chooser_of_tree(
         self, logits: Tensor, history: History, depths: Tensor
     ) -> Callable[[int], int | None]:
-        """Return a `chooser` that may choose for all nodes at once; depths: int64 [nodes], those of the tree."""
-        if self.seed is None or self.reads_history or logits.device.type == "cpu":
-            return self.chooser(logits, history)
-        chosen = self.choose_rows(logits, [history.length + depth for depth in depths.tolist()])
+        """Return a function from node to chosen token, for logits [nodes, vocabulary] of a tree.
+
+        None if no logit is finite. It reads `history` when called: the tokens from the start to the node. On a device
+        the choices that read no history are made at once. depths: int64 [nodes], those of the tree.
+        """
+        reads = self.processors if self.seed is None else self.reads_history
+        if logits.device.type == "cpu" or reads:
+            return lambda node: self.choose(logits[node], history)
+        depths_read = [] if self.seed is None else depths.tolist()
+        chosen = self.choose_rows(logits, [history.length + depth for depth in depths_read])
         return lambda node: chosen[node] if chosen[node] >= 0 else None
 
     def choose_rows(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
@@ -163,16 +169,6 @@ class Sampler:
                 one,
             )
         return ops.choose_tokens(logits, whole[2:], whole[:1], divisor).tolist()
-
-    def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
-        """Return a function from node to chosen token, for logits [nodes, vocabulary] of a tree.
-
-        It reads `history` when called: the tokens from the start to the node. None if no logit is finite.
-        """
-        if self.seed is None and not self.processors and logits.device.type != "cpu":
-            chosen = self.choose_rows(logits, ())
-            return lambda node: chosen[node] if chosen[node] >= 0 else None
-        return lambda node: self.choose(logits[node], history)
 
     def choose(self, logits: Tensor, history: History) -> int | None:
         """Return the token chosen by one row of logits, [vocabulary]; None if none is finite."""

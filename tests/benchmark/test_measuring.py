@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from specengine.benchmark import measuring
+from specengine.benchmark import measuring, ways
 from specengine.benchmark.measuring import Run, rotated
 from specengine.benchmark.summaries import Answer, Figures, counted, row
 from specengine.benchmark.ways import Way
 from specengine.benchmark.workloads import Workload
+from specengine.checkpoints.pretrained import LoadedModel
 from specengine.engine import Engine
+from specengine.errors import TokenizerMismatchError
+from specengine.options import LoadOptions
 from specengine.records import Seconds
 from tests.engine.engines import engine_of
 from tests.toy import byte_tokenizer
@@ -51,6 +54,24 @@ def test_answers_are_compared_with_those_of_another_way(plain: Engine) -> None:
     records = list(Run(plain, ways, {"temperature": 0.0}, length=2).records([ITEM]))
     rows = [record for record in records if record["record"] == "row"]
     assert [row["way"] for row in rows if row["diverges_at"] is not None] == ["x", "z, strict"]
+
+
+def test_an_assistant_with_another_tokenizer_is_refused(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, options = byte_tokenizer(extra=("<|tool|>", "<|call|>")), LoadOptions.of({})
+    for tokenizer in (byte_tokenizer(template=None), other):
+        loaded = LoadedModel(cast(Any, None), tokenizer)
+        monkeypatch.setattr(ways, "load_model", lambda *_, loaded=loaded: loaded)
+        made = ways.baseline(ways.ASSISTED, plain, {"temperature": 0.0}, [], "assistant", options)
+        if tokenizer is not other:
+            made.start()
+            continue
+        with pytest.raises(TokenizerMismatchError) as refused:
+            made.start()
+        assert str(refused.value) == (
+            "assistant: its tokenizer differs from the target's, whose tokens it has to propose"
+        )
 
 
 def test_a_way_is_not_charged_what_the_one_before_left_under_way(

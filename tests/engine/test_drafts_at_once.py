@@ -33,6 +33,7 @@ from specengine.models.eagle import head_from
 from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
+from tests.drafters.test_other_tokens import drafter_of
 from tests.heads import deep
 from tests.models.mtp_checkpoints import NEMOTRON, QWEN, checkpoint
 from tests.models.native_engines import native_lm, needs_extension
@@ -130,6 +131,7 @@ KINDS: dict[str, Made] = {
     "small model, uneven heads": small("gemma4_text", "gemma4_text"),
     "small model, latent keys": small("deepseek_v3"),
     "small model, recurrent": small("qwen3_5_text"),
+    "small model, other tokens": free(lambda: drafter_of("bytes", "merges")),
     **{f"mtp {name}": mtp(name) for name in (*QWEN, "deepseek_v3", "glm4_moe", NEMOTRON)},
     "mtp torch": mtp("glm4_moe", native=False),
     "mtp torch, latent keys": mtp("deepseek_v3", native=False),

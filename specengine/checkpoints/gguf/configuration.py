@@ -308,10 +308,10 @@ def _head_dim(
             raise fields.unsupported(
                 key, f"is not supported: it must be the size of a head, {size}"
             )
-    if size % 2:
-        raise CheckpointError(
-            f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even"
-        )
+    require_intact(
+        f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even",
+        size % 2 == 0,
+    )
     return size
 
 
@@ -423,10 +423,10 @@ def suppressed_ids(file: GGUFFile, vocabulary: int) -> list[int] | None:
     value = file.metadata.get("tokenizer.ggml.suppress_tokens")
     if value is None:
         return None
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.suppress_tokens must be a list of token ids"
-        )
+    require_intact(
+        f"{file.path}: tokenizer.ggml.suppress_tokens must be a list of token ids",
+        isinstance(value, list) and all(type(token) is int for token in value),
+    )
     return [token for token in value if 0 <= token < vocabulary] or None
 
 
@@ -489,10 +489,10 @@ def require_complete(
         "not used by this model": [name for name in stored if name not in expected],
     }
     listed = [f"{what}: {_some(which)}" for what, which in problems.items() if which]
-    if listed:
-        raise CheckpointError(
-            f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}"
-        )
+    require_intact(
+        f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}",
+        not listed,
+    )
     return names
 
 

@@ -121,11 +121,11 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         numbers = dequantize(tensor.kind, self.read(name), tensor.shape)
         scale = self.tensors.get(name.removesuffix("weight") + "scale")
         if tensor.kind == "nvfp4" and scale is not None:
-            if math.prod(scale.shape) not in (1, *tensor.shape[:-2]):
-                raise CheckpointError(
-                    f"{self.path}: tensor {scale.name[:80]!r} is {list(scale.shape)}, "
-                    f"and scales {list(tensor.shape)}"
-                )
+            require_intact(
+                f"{self.path}: tensor {scale.name[:80]!r} is {list(scale.shape)}, "
+                f"and scales {list(tensor.shape)}",
+                math.prod(scale.shape) in (1, *tensor.shape[:-2]),
+            )
             scales = dequantize(scale.kind, self.read(scale.name), scale.shape)
             numbers *= scales.reshape(-1, *(1,) * (numbers.ndim - 1))
         return numbers
@@ -157,10 +157,10 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
         tensors = _read_tensors(cursor, metadata, count, 0)
         for number, other in enumerate(paths[1:], 1):
             cursor, inside, count = _opened(other, sources)
-            if (inside.get("split.no"), inside.get("split.count")) != (number, len(paths)):
-                raise CheckpointError(
-                    f"{other} does not say that it is part {number + 1} of {len(paths)}"
-                )
+            require_intact(
+                f"{other} does not say that it is part {number + 1} of {len(paths)}",
+                (inside.get("split.no"), inside.get("split.count")) == (number, len(paths)),
+            )
             more = _read_tensors(cursor, inside, count, number)
             if twice := sorted(tensors.keys() & more.keys()):
                 raise CheckpointError(
@@ -168,10 +168,10 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
                 )
             tensors |= more
         stated = metadata.get("split.tensors.count", len(tensors))
-        if len(paths) > 1 and stated != len(tensors):
-            raise CheckpointError(
-                f"{paths[0]}: its {len(paths)} parts have {len(tensors)} tensors, not {str(stated)[:80]}"
-            )
+        require_intact(
+            f"{paths[0]}: its {len(paths)} parts have {len(tensors)} tensors, not {str(stated)[:80]}",
+            len(paths) == 1 or stated == len(tensors),
+        )
         return GGUFFile(sources, metadata, tensors)
     except BaseException:
         for source in sources:
@@ -225,8 +225,10 @@ class _Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not path.is_file():
-                raise CheckpointError(f"{path} is not a file")
+            require_intact(
+                f"{path} is not a file",
+                path.is_file(),
+            )
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
@@ -249,10 +251,10 @@ class _Source:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         finally:
             view.release()
-        if changed:
-            raise CheckpointError(
-                f"{self.path} was changed while it was read: load it again once it is complete"
-            )
+        require_intact(
+            f"{self.path} was changed while it was read: load it again once it is complete",
+            not changed,
+        )
 
     def _present_state(self) -> tuple[int, int]:
         state = os.fstat(self.descriptor)

@@ -20,7 +20,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specengine.checkpoints.gguf.file import GGUFFile
-from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.errors import CheckpointError, UnsupportedModelError, require_intact
 
 
 class TokenKind(IntEnum):
@@ -92,10 +92,10 @@ def special_id(file: GGUFFile, key: str, vocabulary: int) -> int | None:
     An id outside of the vocabulary, of that many tokens, is as if the file gave none. CheckpointError for other values.
     """
     value = file.metadata.get(f"tokenizer.ggml.{key}")
-    if value is not None and type(value) is not int:
-        raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.{key} must be a token id, not {str(value)[:80]}"
-        )
+    require_intact(
+        f"{file.path}: tokenizer.ggml.{key} must be a token id, not {str(value)[:80]}",
+        value is None or type(value) is int,
+    )
     if value is not None and 0 <= value < vocabulary:
         return value
     default = (
@@ -356,10 +356,10 @@ def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) 
     )
     last = _flag(file, "add_eos_token", False)
     for name, adds in (("bos", first), ("eos", last)):
-        if adds and ids[f"{name}_token"] is None:
-            raise CheckpointError(
-                f"{file.path}: add_{name}_token is true, and tokenizer.ggml.{name}_token_id names no token"
-            )
+        require_intact(
+            f"{file.path}: add_{name}_token is true, and tokenizer.ggml.{name}_token_id names no token",
+            not adds or ids[f"{name}_token"] is not None,
+        )
     options = {"add_bos_token": first, "add_eos_token": last, "clean_up_tokenization_spaces": False}
     return options | ({"chat_template": template} if (template := _chat_template(file)) else {})
 
@@ -390,8 +390,10 @@ def _splits(file: GGUFFile) -> Splits:
             "has no tokenizer.ggml.pre, so text is split as by default; a newer conversion may answer better",
         )
         return DEFAULT
-    if not isinstance(name, str):
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}")
+    require_intact(
+        f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}",
+        isinstance(name, str),
+    )
     if name not in SPLITS:
         raise UnsupportedModelError(
             f"{file.path}: tokenizer.ggml.pre = {name[:80]!r} is unknown, so text cannot be split; accepted: "
@@ -402,10 +404,10 @@ def _splits(file: GGUFFile) -> Splits:
 
 def _flag(file: GGUFFile, name: str, default: bool) -> bool:
     value = file.metadata.get(f"{_GGML}{name}", default)
-    if not isinstance(value, bool):
-        raise CheckpointError(
-            f"{file.path}: {_GGML}{name} must be true or false, not {str(value)[:80]}"
-        )
+    require_intact(
+        f"{file.path}: {_GGML}{name} must be true or false, not {str(value)[:80]}",
+        isinstance(value, bool),
+    )
     return value
 
 

@@ -236,14 +236,16 @@ class WatchingSampler(Sampler):
         self.takes_largest = False  # so that it gets the logits
         self.logits = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def chooser(self, logits: Tensor, history: History) -> Callable[[int], int | None]:
+    def chooser_of_tree(
+        self, logits: Tensor, history: History, depths: Tensor
+    ) -> Callable[[int], int | None]:
         self.logits = logits
-        return super().chooser(logits, history)
+        return super().chooser_of_tree(logits, history, depths)
 
     def choices(self) -> list[int | None]:
         """Return the token chosen after each node of the last tree."""
-        choose = super().chooser(self.logits, History([], 0))
-        return [choose(node) for node in range(len(self.logits))]
+        chosen = self.choose_rows(self.logits, ())
+        return [token if token >= 0 else None for token in chosen]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.heads.layouts import LAYER_IDS, Layout, Verifier, listed
-from specengine.errors import CheckpointError
+from specengine.errors import require_intact
 
 if TYPE_CHECKING:
     from specengine.models.eagle import EagleConfig
@@ -51,20 +51,20 @@ class EagleLayout(Layout):
         """
         inputs, outputs = self.fields.ids(), self.fields.nested("eagle_config").ids()
         counted = [i + 1 for i in outputs]
-        if self.chosen_layer_ids is None and inputs and outputs and inputs != counted:
-            raise CheckpointError(
-                f"{LAYER_IDS}: is in the config ({listed(inputs)}) and in its eagle_config ({listed(outputs)}), "
-                "which count layers differently; pass layer_ids"
-            )
+        require_intact(
+            f"{LAYER_IDS}: is in the config ({listed(inputs)}) and in its eagle_config ({listed(outputs)}), "
+            "which count layers differently; pass layer_ids",
+            self.chosen_layer_ids is not None or not inputs or not outputs or inputs == counted,
+        )
         return inputs or counted, outputs or inputs
 
     def read_norm_output(self) -> bool:
         """Read whether logits are read after the final norm, from a field that this layout does not have."""
-        if not self.chosen:
-            raise CheckpointError(
-                "norm_output: SpecForge and speculators mean different things by it, and the config does not say which "
-                "of them wrote it; pass producer='specforge', or producer='eagle' to ignore the field"
-            )
+        require_intact(
+            "norm_output: SpecForge and speculators mean different things by it, and the config does not say which "
+            "of them wrote it; pass producer='specforge', or producer='eagle' to ignore the field",
+            self.chosen,
+        )
         self.notes.append("norm_output is ignored: the EAGLE repository has no such field")
         return True
 

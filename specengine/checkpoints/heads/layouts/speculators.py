@@ -27,10 +27,10 @@ class Speculators(Layout):
 
     def read_version(self) -> Literal[1, 3]:
         kind = self.fields.raw["speculators_model_type"]
-        if not isinstance(kind, str) or kind not in VERSIONS:
-            raise CheckpointError(
-                f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}"
-            )
+        require_intact(
+            f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}",
+            isinstance(kind, str) and kind in VERSIONS,
+        )
         return VERSIONS[kind]
 
     def read(self) -> dict[str, Any]:
