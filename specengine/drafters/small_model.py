@@ -164,9 +164,8 @@ class SmallModel(RowDraft):
         native = isinstance(model, NativeLM)
         try:
             self.lm: LanguageModel = model if native else CausalLM(model, pack=pack, merge=merge)
-        except (
-            NoTreesError
-        ) as refused:  # of recurrent layers the native forward keeps states by node
+        except NoTreesError as refused:
+            # the native forward keeps the states of recurrent layers by node
             try:
                 self.lm = from_model(model)
             except UnsupportedModelError:
@@ -225,9 +224,8 @@ class SmallModel(RowDraft):
             device=target.device,
             quantize=None,
             numerics="auto",
-            backend=options.backend
-            if options.backend == "huggingface"
-            else None,  # native where it can
+            # native where it can
+            backend=options.backend if options.backend == "huggingface" else None,
         )
         model, own_tokenizer, _, is_own = checkpoints.pretrained.load_model(draft, loaded)
         if torch.device(model.device) != target.device:
