@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.products import fix_the_order
 
 INTERPRETED = not torch.cuda.is_available()
@@ -28,6 +29,7 @@ if INTERPRETED:
     _interpret()
     with contextlib.suppress(ImportError):  # without triton the tests are skipped
         fix_the_order()
+        patch_once_a_launch()
 
 
 # for a device that need not be there
@@ -57,6 +59,7 @@ def _one_thread() -> Iterator[None]:
     if INTERPRETED:  # another folder's tests may have imported the interpreter anew
         with contextlib.suppress(ImportError):
             fix_the_order()
+            patch_once_a_launch()
     yield
     torch.set_num_threads(before)
 
