@@ -1,6 +1,10 @@
-"""Answer in a run of torchrun: python -m tests.models.parallel_answers MODEL DRAFT TOKENS POLICY...."""
+"""Answer in a run of torchrun: python -m tests.models.parallel_answers PORT MODEL DRAFT TOKENS POLICY... [-- PORT ...].
+
+Each model is answered with in a fork of its own, as a run serves one engine; its ranks meet at its port.
+"""
 
 import json
+import os
 import sys
 
 from specengine import Engine
@@ -9,7 +13,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 WAYS = ({}, {"temperature": 1.0, "seed": 4})
 
 
-def main(model: str, draft: str, tokens: str, *names: str) -> None:
+def answer(model: str, draft: str, tokens: str, *names: str) -> None:
     dtype = {"dtype": "float32", "offline": True}
     # the other ranks stay in here
     engine = Engine.from_pretrained(model, draft, tp_plan="auto", **dtype)
@@ -30,5 +34,18 @@ def main(model: str, draft: str, tokens: str, *names: str) -> None:
             print(json.dumps(line), flush=True)
 
 
+def main(arguments: list[str]) -> None:
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    port, *job = arguments[:end]
+    if (rest := arguments[end + 1 :]) and (child := os.fork()):
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"rank {os.environ['RANK']}: {job[0]} was not answered with")
+        main(rest)
+        return
+    # torchrun has a store at its own port, which knows the first of these engines for good
+    os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    answer(*job)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])
