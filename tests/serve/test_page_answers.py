@@ -93,9 +93,10 @@ def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(
         assert not seen.complaints
 
 
-def require_one_answer(seen: Browsed, server: Served, tokens: int) -> None:
+def require_one_answer(seen: Browsed, server: Served, gate: Gate, tokens: int) -> None:
     """AssertionError unless the answer on the page, and in the browser's store, is that of one plain request."""
     seen.page.wait_for_selector(".turn .note:has-text('Cut at ')", timeout=60_000)
+    gate.seconds = 0.0  # what follows need not be slow
     assert seen.page.text_content(".turn .note") == f"Cut at {tokens} tokens."
     cycles = streamed(server, seen.bodies[0])
     events = server.post(seen.bodies[0]).text.split("\n\n")
@@ -124,7 +125,7 @@ def test_a_reload_takes_the_answer_up_again(chromium: Any) -> None:
         with seen.page.context.new_page() as other:
             other.goto(server.address)
             other.wait_for_selector(".turn .note:has-text('Another tab is writing this.')")
-        require_one_answer(seen, server, 150)
+        require_one_answer(seen, server, gate, 150)
         until(lambda: server.models.streams == {})
         assert not seen.complaints
         assert not seen.elsewhere
@@ -149,8 +150,8 @@ def test_a_lost_connection_is_taken_up_again(
             raise ConnectionError
 
     monkeypatch.setattr(KeptStream, "read", cut)
-    with writing(chromium, 60) as (seen, server, _):
-        require_one_answer(seen, server, 60)
+    with writing(chromium, 60) as (seen, server, gate):
+        require_one_answer(seen, server, gate, 60)
         assert counts == []
 
 
@@ -161,10 +162,10 @@ def test_an_event_that_is_sent_twice_would_be_seen(
     """A control of what the tests before look at."""
     read = KeptStream.read
     monkeypatch.setattr(KeptStream, "read", lambda self, number: read(self, max(number - 2, 0)))
-    with writing(chromium, 60) as (seen, server, _):
+    with writing(chromium, 60) as (seen, server, gate):
         seen.page.reload()
         with pytest.raises(AssertionError, match=r"Cut at 6[1-9] tokens"):
-            require_one_answer(seen, server, 60)
+            require_one_answer(seen, server, gate, 60)
 
 
 @in_a_browser
@@ -214,7 +215,7 @@ def test_an_answer_that_the_server_keeps_no_longer_is_interrupted(
 
 @in_a_browser
 def test_two_chats_are_taken_up_at_once(chromium: Any) -> None:
-    with writing(chromium, 100) as (seen, _, _):
+    with writing(chromium, 100) as (seen, _, gate):
         seen.page.click("#new")
         seen.ask("the second", wait=False)
         seen.page.wait_for_selector("#status:has-text('In the queue')")
@@ -227,6 +228,7 @@ def test_two_chats_are_taken_up_at_once(chromium: Any) -> None:
             )
             assert seen.page.locator(".turn").count() == 2
             assert seen.slider["max"] == 100, "cycles, none of which drafts"
+            gate.seconds = 0.0  # the second had to wait, and need not take its time
         assert len(seen.bodies) == 2
         assert not seen.complaints
 
