@@ -95,20 +95,33 @@ class Operations(TorchDispatchMode):
         super().__exit__(*error)
         self._patch.__exit__(None, None, None)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within, and to keep Dynamo out costs as much as many an operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket)
-        assert not name.endswith(WAITS), f"the host would wait: {name}"
-        assert not name.endswith(SENT), f"the host would send: {name}"
-        self.seen.append((str(func), _frozen(args), _frozen(kwargs)))
+        self.seen.append((_permitted(func), _frozen(args), _frozen(kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _permitted(func: Any) -> str:
+    """Return the operation's name; AssertionError where a capture would not allow it."""
+    name = str(func.overloadpacket)
+    assert not name.endswith(WAITS), f"the host would wait: {name}"
+    assert not name.endswith(SENT), f"the host would send: {name}"
+    return str(func)
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), str(value.dtype)
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return [_frozen(entry) for entry in value]
     if isinstance(value, dict):
         return {key: _frozen(entry) for key, entry in value.items()}
-    return [_frozen(entry) for entry in value] if isinstance(value, list | tuple) else value
+    return value
 
 
 @contextmanager

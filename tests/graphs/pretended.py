@@ -119,20 +119,25 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return [tree]
-    return [leaf for part in tree for leaf in leaves(part)]
-
-
 def held(tree: Any) -> Any:
     return mapped(lambda part: part.held if isinstance(part, OnDevice) else part, tree)
 
 
 def of_class(kind: Any, tree: Any) -> list[Any]:
-    return [part for part in leaves(tree) if isinstance(part, kind)]
+    """Return the leaves of a tree that are of this class."""
+    found: list[Any] = []
+    _gather(kind, (tree,), found)
+    return found
+
+
+def _gather(kind: Any, parts: Any, found: list[Any]) -> None:
+    for part in parts:
+        if isinstance(part, dict):
+            _gather(kind, part.values(), found)
+        elif isinstance(part, list | tuple):
+            _gather(kind, part, found)
+        elif isinstance(part, kind):
+            found.append(part)
 
 
 # ---- graphs
@@ -310,7 +315,7 @@ class Branching(Graph):
 
 def fresh(found: Any, given: Any) -> list[Tensor]:
     """Return the results that are not among the arguments."""
-    known = {id(part) for part in leaves(given)}
+    known = {id(part) for part in of_class(Tensor, given)}
     return [part for part in of_class(Tensor, found) if id(part) not in known]
 
 
@@ -368,6 +373,11 @@ class Device(TorchDispatchMode):
         self.waits = 0  # of the host, for the device
         self.sync_debug_mode: Any = 0
         self.stream = Stream()  # the current one
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within, and to keep Dynamo out costs as much as many an operation."""
+        return False
 
     def wait(self, what: str) -> None:
         self.waits += 1
@@ -444,11 +454,12 @@ class Device(TorchDispatchMode):
         found = function(*given[0], **given[1])
         if graph is None and self.clock is not None:
             self.clock.run(name, of_class(Tensor, given))
-        made = fresh(found, given) if on else []
-        inside = {address(part) for part in of_class(Tensor, given)}
-        views = bool(made) and all(address(part) in inside for part in made)
-        if graph is not None and (not views or opaque):
-            graph.record(name, function, (args, kwargs), made)
+        if graph is not None:
+            made = fresh(found, given) if on else []
+            inside = {address(part) for part in of_class(Tensor, given)}
+            views = bool(made) and all(address(part) in inside for part in made)
+            if opaque or not views:
+                graph.record(name, function, (args, kwargs), made)
 
         def there(part: Any) -> Any:
             if not on or not isinstance(part, Tensor):
