@@ -25,6 +25,8 @@ PROPERTIES ?= $(if $(CI),ci,explore)
 RECORD ?=
 AFTER_TEST ?=
 IN_PARALLEL := -n $(TEST_WORKERS) --dist worksteal
+# a test's processes read what the first of them has compiled, also where the environment would have each compile anew
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 COVERAGE := --cov=specengine --cov-report=term --cov-fail-under=90
 
 test: $(VENV)/.installed-dev  ## tests enough to trust a change, in minutes; none needs a GPU
