@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ from tests.costs.kept import unlawful
 from tests.slices import leave_the_rest
 
 STARTED = time.time()
+TESTS = Path(__file__).parent
+# of a case: whether coverage records it
+RECORDED = pytest.StashKey[bool]()
+# folders of tests of the package beside those that are named as its folders are
+OF_THE_PACKAGE = "graphs", "kernels"
 
 with contextlib.suppress(ImportError):  # a machine with a GPU and no network may have no Hypothesis
     from hypothesis import settings
@@ -94,6 +100,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    functions = set[str]()
+    for item in session.items:
+        function = item.nodeid.partition("[")[0]
+        item.stash[RECORDED] = function not in functions and _is_of_the_package(item.path)
+        functions.add(function)
+
+
+def _is_of_the_package(file: Path) -> bool:
+    folders = file.parent.relative_to(TESTS).parts if file.is_relative_to(TESTS) else ()
+    folder = folders[0] if folders else ""  # tests of single modules stand in none
+    return folder in OF_THE_PACKAGE or (TESTS.parent / "specengine" / folder).is_dir()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Coverage records the first case of each test of the package; its tracer takes longer than the tests themselves.
+
+    Not by pytest-cov's `no_cover`, which does nothing in the workers of pytest-xdist.
+    """
+    tracer = sys.gettrace()
+    if item.stash[RECORDED] or not type(tracer).__module__.startswith("coverage"):
+        return (yield)
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)
 
 
 @pytest.fixture

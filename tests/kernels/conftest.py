@@ -68,12 +68,11 @@ def _one_thread() -> Iterator[None]:
 def _not_traced(request: pytest.FixtureRequest) -> Iterator[None]:
     """Coverage measures specengine: of these tests the provider's. Its tracer halves the interpreter's speed.
 
-    Not by pytest-cov's `no_cover`, which does nothing in the workers of pytest-xdist.
+    Where cases are drawn, each op's first one is another test's.
     """
     tracer = sys.gettrace()
-    if (
-        not type(tracer).__module__.startswith("coverage")
-        or request.path.name == "test_provider.py"
+    if not type(tracer).__module__.startswith("coverage") or (
+        request.path.name == "test_provider.py" and not hasattr(request.function, "hypothesis")
     ):
         yield
         return
