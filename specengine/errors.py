@@ -175,6 +175,40 @@ def require_value(field: str, value: Any, accepted: str, holds: bool) -> None:
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
 
 
+LISTED_TENSORS = 6  # tensors in an error
+
+
+def refuse_misfits(
+    what: str,
+    expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+    others: str,
+) -> None:
+    """Raise CheckpointError, which lists them, where tensors are missing or of another shape, and for `others`."""
+    problems = {
+        "missing": [name for name in expected if name not in stored],
+        "of another shape": [
+            f"{name} {list(stored[name])}, not {list(shape)}"
+            for name, shape in expected.items()
+            if stored.get(name, shape) != shape
+        ],
+        others: [name for name in stored if name not in expected],
+    }
+    listed = [
+        f"{problem}: {', '.join(name[:120] for name in names[:LISTED_TENSORS])}"
+        f"{f' and {more} more' if (more := len(names) - LISTED_TENSORS) > 0 else ''}"
+        for problem, names in problems.items()
+        if names
+    ]
+    require_intact(f"{what}; {'; '.join(listed)}", not listed)
+
+
+def require_supported(reason: str, holds: bool) -> None:
+    """Raise UnsupportedModelError with this text unless `holds`."""
+    if not holds:
+        raise UnsupportedModelError(reason)
+
+
 def require_intact(problem: str, holds: bool) -> None:
     """Raise CheckpointError with this text unless `holds`."""
     if not holds:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import CacheFolderError, CheckpointError, InputError
+from specengine.errors import CacheFolderError, CheckpointError, InputError, require_intact
 
 CPU_FACTS = Path("/proc/cpuinfo")  # on Linux
 MARK = "\ufeff"  # at the beginning of a text: written by some programs, and no part of it
@@ -98,8 +98,10 @@ def safetensors_files(folder: Path) -> list[Path]:
         names = sorted(set(read_object(index)["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index}: is damaged, fetch it again ({error!r})") from error
-    if not names or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{index}: is damaged, fetch it again (weight_map names no files)")
+    require_intact(
+        f"{index}: is damaged, fetch it again (weight_map names no files)",
+        bool(names) and all(isinstance(name, str) for name in names),
+    )
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise CheckpointError(
             f"{index}: {len(missing)} of {len(names)} files are missing, fetch them: {missing[0]}"

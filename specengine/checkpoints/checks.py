@@ -14,7 +14,13 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import CONFIG_NAME, is_peft_available
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
-from specengine.errors import CheckpointError, UnsupportedModelError, shown
+from specengine.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    require_intact,
+    require_supported,
+    shown,
+)
 from specengine.files import read_object, safetensors_files
 from specengine.models.configs import NO_MEMORY, empty_model, stated, unsupported
 
@@ -86,7 +92,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the config of a folder or Hub id; UnsupportedModelError where there is none or it is nonsense."""
+    """Return the config of a folder or Hub id; UnsupportedModelError where there is none, it is nonsense, or of MLX."""
     try:
         config = AutoConfig.from_pretrained(
             name, local_files_only=offline, trust_remote_code=trust_remote_code
@@ -95,6 +101,10 @@ def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> Pr
         raise
     except Exception as error:  # a config class may raise anything over fields of another type
         raise unsupported(name, error, "its config.json cannot be read") from error
+    if _is_of_mlx(packed := getattr(config, "quantization_config", None)):
+        raise UnsupportedModelError(
+            f"model {str(name)!r}: quantization_config: got {shown(packed)}; {_OF_MLX}"
+        )
     refuse_nonsense(name, config)
     return config
 
@@ -137,13 +147,8 @@ def _refuse_rotary_nonsense(name: str | Path, stated: dict[str, Any]) -> None:
 def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     """Raise CheckpointError where a local folder's safetensors have other shapes than a model of this config.
 
-    Only headers are read, and no memory is taken for weights of sizes that no file has. UnsupportedModelError for
-    weights that MLX has packed.
+    Only headers are read, and no memory is taken for weights of sizes that no file has.
     """
-    if _is_of_mlx(packed := getattr(config, "quantization_config", None)):
-        raise UnsupportedModelError(
-            f"model {name!r}: quantization_config: got {shown(packed)}; {_OF_MLX}"
-        )
     if (
         getattr(config, "quantization_config", None) is not None
         or getattr(config, "auto_map", None) is not None
@@ -300,31 +305,31 @@ def model_in(field: str, model: Any) -> Any:
 
 
 def _kind(name: str, raw: dict[str, Any]) -> str:
-    kind = raw.get("peft_type")
-    if not isinstance(kind, str):
-        raise CheckpointError(
-            f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name"
-        )
+    kind: Any = raw.get("peft_type")
+    require_intact(
+        f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name",
+        isinstance(kind, str),
+    )
     return kind[:40]
 
 
 def _base(name: str, raw: dict[str, Any]) -> str:
     if (Path(name) / CONFIG_NAME).exists():
         return name
-    base = raw.get(_BASE)
-    if not isinstance(base, str) or not base:
-        raise CheckpointError(
-            f"model {name!r}: it is an adapter of kind {_kind(name, raw)} without a model; {_BASE} of its "
-            f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes"
-        )
+    base: Any = raw.get(_BASE)
+    require_intact(
+        f"model {name!r}: it is an adapter of kind {_kind(name, raw)} without a model; {_BASE} of its "
+        f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes",
+        isinstance(base, str) and bool(base),
+    )
     return base
 
 
 def _require_applicable(adapter: Adapter, folder: Path) -> None:
-    if not is_peft_available():
-        raise UnsupportedModelError(
-            f"{adapter.described}, for which peft is needed: pip install peft, or {_REMEDY}"
-        )
+    require_supported(
+        f"{adapter.described}, for which peft is needed: pip install peft, or {_REMEDY}",
+        is_peft_available(),
+    )
     import peft
 
     try:
@@ -333,8 +338,7 @@ def _require_applicable(adapter: Adapter, folder: Path) -> None:
         raise adapter.unfit(
             f"peft {peft.__version__} says {type(error).__name__}: {error}"
         ) from error
-    if _adds_more_than_layers(config):
-        raise UnsupportedModelError(f"{adapter.described}, {_PROMPTS}")
+    require_supported(f"{adapter.described}, {_PROMPTS}", not _adds_more_than_layers(config))
 
 
 def _adds_more_than_layers(config: Any) -> bool:
@@ -353,7 +357,7 @@ def _require_base(adapter: Adapter, offline: bool) -> None:
     absent = why_absent(adapter.base, offline=offline)
     if absent is None and (Path(adapter.base) / ADAPTER_CONFIG_NAME).exists():
         absent = None if (Path(adapter.base) / CONFIG_NAME).exists() else "it is an adapter itself"
-    if absent is not None:
-        raise UnsupportedModelError(
-            f"{adapter.described} for {adapter.base!r:.300} ({_BASE}), and {absent}; correct that field, or {_REMEDY}"
-        )
+    require_supported(
+        f"{adapter.described} for {adapter.base!r:.300} ({_BASE}), and {absent}; correct that field, or {_REMEDY}",
+        absent is None,
+    )

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
+from specengine.checkpoints import layouts
 from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.gguf import Kind, dequantize
-from specengine.checkpoints.heads import layouts
-from specengine.checkpoints.heads.layouts import Layout, Verifier, listed, with_prefix
+from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, require_intact, shown, why_not_loaded
 from specengine.files import atomic, read_object, write_whole
 from specengine.models.eagle import (
@@ -132,7 +132,7 @@ def load_head(
     producer: str | None = None,
     layer_ids: tuple[int, ...] | None = None,
 ) -> Checkpoint:
-    """Read a head of any layout in checkpoints/heads/layouts.
+    """Read a head of any layout in checkpoints/layouts.
 
     producer   the layout whose meaning the config's fields have, where the config does not tell
     layer_ids  the target's hidden states to read, numbered as in transformers' `hidden_states`, instead of the config's

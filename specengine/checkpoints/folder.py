@@ -5,13 +5,14 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from specengine.checkpoints.quantized import CodeFormat, QuantizedMatrix, joined
 from specengine.checkpoints.safetensors_file import (
     Stack,
     StoredTensor,
@@ -19,14 +20,14 @@ from specengine.checkpoints.safetensors_file import (
     stacked,
     tensors_of,
 )
-from specengine.errors import CheckpointError, UnsupportedModelError
+from specengine.errors import CheckpointError, UnsupportedModelError, refuse_misfits
 from specengine.files import read_text
-from specengine.models.configs import auto_class, family_of
+from specengine.models.configs import auto_class, family_of, layer_template
 from specengine.models.mtp import parts_in
 from specengine.models.native.weights import KIND_OF, Source, Weight, bar_options, upright
 
 T = TypeVar("T")
-Stored = StoredTensor | Stack
+Stored = StoredTensor | Stack | QuantizedMatrix
 # prefixes of its tensors
 _LANGUAGE = "model.language_model.", "language_model.model.", "model.text_model."
 _HEADS = ("lm_head.", "language_model.lm_head.")
@@ -73,13 +74,17 @@ class FolderSource(Source):
         *,
         name: str,
         whole: PretrainedConfig | None = None,
+        quantized: CodeFormat | None = None,
     ) -> None:
+        """quantized: how matrices are; those that GGUF's blocks hold are packed in them, others are numbers."""
         self.folder, self.config, self.dtype, self.name = folder, config, dtype, name
-        self._whole = whole or config
+        self._whole, self._quantized = whole or config, quantized
         layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-        tensors = {
+        tensors: dict[str, Stored] = {
             key: tensor for file in require_files(folder) for key, tensor in tensors_of(file)
         }
+        if quantized is not None:
+            tensors = joined(tensors, quantized)
         if self._whole is not config:
             tensors = _of_language_model(tensors)
         for stored, renamed in family_of(config).stored.items():
@@ -92,20 +97,54 @@ class FolderSource(Source):
             if key not in drafts and not key.startswith(unread)
         }
         self._tensors = stacked(tensors, family_of(config).renamed)
+        if quantized is not None:
+            expected, family = layer_template(config), family_of(config)
+            # a tied head, and what old files hold of positions
+            tolerated = f"{family.head.transformers}.weight", ".inv_freq"
+            refuse_misfits(
+                f"model {name!r}: its quantized weights do not fit its config.json",
+                expected,
+                {
+                    key: shape
+                    for key, shape in self.shapes().items()
+                    if key in expected or not key.endswith(tolerated)
+                },
+                "unused",
+            )
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        return frozenset(self._kinds.values())
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        """The kind of GGUF's blocks of each matrix that is packed in them; those stand for bfloat16."""
+        by_name = {
+            name: {getattr(one, "kind", "") for one in getattr(stored, "matrices", (stored,))}
+            for name, stored in self._tensors.items()
+            if self.dtype is torch.bfloat16 and ".kv_b_proj." not in name
+        }
+        return {name: kind for name, (kind, *others) in by_name.items() if kind and not others}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._tensors.items()}
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
+        kinds = {name: kind for name, kind in self._kinds.items() if kind in blocks}
         for name, stored in self._tensors.items():
-            dtype = self._dtype_of(name)
+            flat, dtype = stored.flat(), self._dtype_of(name)
+            kind = kinds.get(name, "")
 
             def rows(
-                first: int, last: int, stored: Stored = stored, dtype: torch.dtype = dtype
+                first: int,
+                last: int,
+                flat: Any = flat,
+                dtype: torch.dtype = dtype,
+                kind: str = kind,
             ) -> Tensor:
-                return stored.flat().read(first, last).to(dtype)
+                return flat.read(first, last, kind) if kind else flat.read(first, last).to(dtype)
 
-            yield upright(self.config, Weight(name, KIND_OF[dtype], stored.flat().shape, rows))
+            yield upright(self.config, Weight(name, kind or KIND_OF[dtype], flat.shape, rows))
 
     def tensor(self, name: str) -> Tensor:
         stored = self._tensors[name]
@@ -115,6 +154,8 @@ class FolderSource(Source):
         return torch.float32 if self.is_exact(name) else self.dtype
 
     def model(self) -> PreTrainedModel:
+        if self._quantized is not None:
+            return super().model()
         with quiet_loading_bars(), torch.device("cpu"):
             return auto_class(self._whole).from_pretrained(
                 self.folder, config=self._whole, dtype=self.dtype, trust_remote_code=False

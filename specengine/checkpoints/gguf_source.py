@@ -7,10 +7,10 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 
 from specengine.checkpoints import gguf
-from specengine.models.configs import empty_model, family_of, layer_template, with_buffers
+from specengine.models.configs import family_of, layer_template
 from specengine.models.native.weights import Source, Weight, upright
 
 _FLOATS = ("f16", "f32")  # of a GGUF file: numbers that bfloat16 does not hold
@@ -160,14 +160,3 @@ class GGUFSource(Source):
         exact = exact or (self.dtype is torch.float32 and self.file.tensors[stored].kind in _FLOATS)
         tensor = torch.from_numpy(ordered)
         return tensor if exact else tensor.to(torch.bfloat16).to(self.dtype)
-
-    def model(self) -> PreTrainedModel:
-        model = empty_model(self.config, self.dtype)
-        # a tied head has no tensor of its own
-        model.load_state_dict(
-            {name: self.tensor(name) for name in self.shapes()}, strict=False, assign=True
-        )
-        model.tie_weights()
-        model.generation_config = self.generation_config
-        model.config.name_or_path = self.name
-        return with_buffers(model).eval()

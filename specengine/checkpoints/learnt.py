@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specengine.checkpoints import eagle, likeness
-from specengine.errors import CheckpointError, InputError
+from specengine.errors import InputError, require_intact
 from specengine.files import read_object, write_whole, writing
 from specengine.models.eagle import EagleConfig
 from specengine.models.kv_cache import LanguageModel
@@ -172,9 +172,11 @@ class Learnt:
         shape, expected = (
             replace(config, temperatures=()) for config in (head.config, self.base.config)
         )
-        if digest(head.state) != record.get("digest") or shape != expected:
-            raise CheckpointError(f"learn: {self.folder / 'heads' / str(name)} is not the head that was learnt; delete "
-                                  f"{self.folder} to begin again")  # fmt: skip
+        require_intact(
+            f"learn: {self.folder / 'heads' / str(name)} is not the head that was learnt; delete "
+            f"{self.folder} to begin again",
+            digest(head.state) == record.get("digest") and shape == expected,
+        )
         return head
 
     def swap(self, config: EagleConfig, state: Mapping[str, Tensor], **notes: Any) -> None:

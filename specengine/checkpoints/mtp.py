@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -20,8 +18,8 @@ from specengine.errors import (
     CheckpointError,
     SpecEngineError,
     UnsupportedModelError,
+    refuse_misfits,
     require,
-    require_intact,
 )
 from specengine.files import INDEX, read_text, safetensors_files
 from specengine.models.configs import family_of, layer_template, with_buffers
@@ -92,21 +90,11 @@ def load(name: str, target: LanguageModel) -> MtpHead:
 
 def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fault: str) -> None:
     """Give a network its weights in a dtype, its buffers as they are. CheckpointError, which lists them, for others."""
-    expected = {key: tuple(tensor.shape) for key, tensor in net.state_dict().items()}
-    problems = {
-        "missing": [key for key in expected if key not in state],
-        "unknown": [key for key in state if key not in expected],
-        "of another shape": [
-            f"{key} {list(state[key].shape)}, not {list(shape)}"
-            for key, shape in expected.items()
-            if key in state and tuple(state[key].shape) != shape
-        ],
-    }
-    listed = [f"{problem}: {', '.join(keys[:4])}" for problem, keys in problems.items() if keys]
-    require_intact(
-        f"{fault}; {'; '.join(listed)}",
-        not listed,
+    expected, stored = (
+        {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        for tensors in (net.state_dict(), state)
     )
+    refuse_misfits(fault, expected, stored, "unknown")
     buffers = {key for key, _ in net.named_buffers()}
     filled = {key: tensor if key in buffers else tensor.to(dtype) for key, tensor in state.items()}
     net.load_state_dict(filled, assign=True)
@@ -161,10 +149,7 @@ def load_assistant(
         ) from error
     state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
     for file in [] if folder is None else safetensors_files(folder):
-        try:
-            state |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
+        state |= {key: stored.read(0, stored.shape[0]) for key, stored in tensors_of(file)}
     state.pop(net.tied, None)
     _fill(net, state, target.dtype, f"{folder or name}: its tensors do not fit its config")
     with_buffers(net.model)

@@ -37,6 +37,7 @@ from specengine.checkpoints.eagle import is_head
 from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.folder import FolderSource, generation_config_of, quiet_loading_bars
 from specengine.checkpoints.gguf_source import GGUFSource
+from specengine.checkpoints.quantized import take_format
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, require_files, tensors_of
 from specengine.errors import (
     CheckpointError,
@@ -44,6 +45,7 @@ from specengine.errors import (
     SpecEngineError,
     UnsupportedModelError,
     require,
+    require_supported,
     shown,
 )
 from specengine.files import read_object
@@ -59,12 +61,12 @@ from specengine.models.configs import (
 from specengine.models.extension import NOT_BUILT, extension, instruction_sets
 from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM, from_model
-from specengine.models.native.weights import Source
 from specengine.models.tensor_parallel import splitting
 from specengine.request.readers import FILLERS
 from specengine.request.templates import filled
 
 if TYPE_CHECKING:
+    from specengine.models.native.weights import Source
     from specengine.options import LoadOptions
 
 _OF_PROCESSORS = ("processor_config.json", "chat_template.json")  # in the order of transformers
@@ -103,7 +105,12 @@ def load_model(
         FILLERS.start()  # which takes as long as a small model's weights
     adapter = adapter_of(str(model), offline=options.offline) if named else None
     reason = _not_native(model, options) or (adapter and adapter.reason)
-    requested = _asking(options)
+    native_options = {
+        "backend": options.backend == "native",
+        "quantize": options.quantize is not None,
+        "numerics": options.numerics != "auto",
+    }
+    requested = [name for name, asks in native_options.items() if asks]
     if reason is None:
         try:
             return LoadedModel(*_native(model, options, tokenizer, short=bool(requested)))
@@ -122,16 +129,6 @@ def load_model(
                 f"model: {model} is a draft head, accepted a whole model; give it as draft="
             ) from error
         raise
-
-
-def _asking(options: LoadOptions) -> list[str]:
-    """Return the options that only the native forward has."""
-    requests = {
-        "backend": options.backend == "native",
-        "quantize": options.quantize is not None,
-        "numerics": options.numerics != "auto",
-    }
-    return [name for name, asks in requests.items() if asks]
 
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
@@ -500,8 +497,9 @@ def open_native(
 ) -> Opened:
     """Open the weights of a model by name, None for the embedded default; nothing is packed yet.
 
-    dtype: auto (as stored; GGUF blocks stand for bfloat16), or a torch.dtype. UnsupportedModelError, with the reason,
-    where the native forward does not know the model or how its weights are stored; CheckpointError for damaged files.
+    dtype: auto (as stored; quantised folders and GGUF blocks stand for bfloat16), or a torch.dtype.
+    UnsupportedModelError, with the reason, where the native forward does not know the model or how its weights are
+    stored; CheckpointError for damaged files.
     """
     if name is None or name == models.embedded.NAME:
         file = models.embedded.gguf(offline=offline, progress=progress)
@@ -512,27 +510,20 @@ def open_native(
         config = config_of(name, offline=offline, trust_remote_code=trust_remote_code)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"native: {error}") from error
-    refuse_config(text_config(config))
-    opened = _opened_folder(
-        Path(name) if Path(name).is_dir() else _fetched(name, offline), config, dtype, name
+    quantized, text = take_format(config), text_config(config)
+    refuse_config(text)
+    folder = Path(name) if Path(name).is_dir() else _fetched(name, offline)
+    require_supported(
+        "native: its config names a file of weights (transformers_weights)",
+        getattr(config, "transformers_weights", None) is None,
     )
-    # code of a tokenizer is not among the files that were fetched
-    return (
-        opened._replace(tokenizer=partial(tokenizer_at, name, offline, True))
-        if trust_remote_code
-        else opened
-    )
-
-
-def _opened_folder(folder: Path, config: PretrainedConfig, dtype: Any, name: str) -> Opened:
-    if getattr(config, "transformers_weights", None) is not None:
-        raise UnsupportedModelError(
-            "native: its config names a file of weights (transformers_weights)"
-        )
-    text = text_config(config)
-    source = FolderSource(folder, text, _dtype(folder, text, dtype), name=name, whole=config)
+    # codes stand for bfloat16, as blocks of GGUF do
+    dtype = torch.bfloat16 if quantized and dtype == "auto" else _dtype(folder, text, dtype)
+    source = FolderSource(folder, text, dtype, name=name, whole=config, quantized=quantized)
     _ = source.generation_config  # raises over a damaged file before any weights are read
-    return Opened(source, partial(tokenizer_at, folder, True, False))
+    # code of a tokenizer is not among the files that were fetched
+    place, local = (name, offline) if trust_remote_code else (folder, True)
+    return Opened(source, partial(tokenizer_at, place, local, trust_remote_code))
 
 
 def _fetched(name: str, offline: bool) -> Path:

@@ -17,7 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specengine.errors import CheckpointError, UnsupportedModelError, require_intact
+from specengine.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    require_intact,
+    require_supported,
+)
 from specengine.files import safetensors_files
 
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -53,7 +58,13 @@ class StoredTensor(NamedTuple):
         return torch.frombuffer(data, dtype=self.dtype).reshape(last - first, *self.shape[1:])
 
 
-_STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+_FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
+_STORED_DTYPES = _FLOATS | {  # the others are of quantised matrices
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+}
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -71,10 +82,11 @@ def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if not entry["shape"] or 0 in entry["shape"]:
-            raise UnsupportedModelError(f"{file}: {name} has shape {entry['shape']}")
-        if entry["dtype"] not in _STORED_DTYPES:
-            raise UnsupportedModelError(f"{file}: {name} is stored as {entry['dtype']}")
+        shape = tuple(entry["shape"]) or (1,)
+        require_supported(f"{file}: {name} has shape {entry['shape']}", 0 not in shape)
+        require_supported(
+            f"{file}: {name} is stored as {entry['dtype']}", entry["dtype"] in _STORED_DTYPES
+        )
         begin, end = entry["data_offsets"]
         yield (
             name,
@@ -83,17 +95,16 @@ def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
                 8 + size + begin,
                 end - begin,
                 _STORED_DTYPES[entry["dtype"]],
-                tuple(entry["shape"]),
+                shape,
             ),
         )
 
 
 def require_files(folder: Path) -> list[Path]:
     files = safetensors_files(folder)
-    if not files:
-        raise UnsupportedModelError(
-            f"{folder}: has no safetensors file that transformers would read"
-        )
+    require_supported(
+        f"{folder}: has no safetensors file that transformers would read", bool(files)
+    )
     return files
 
 
@@ -119,29 +130,31 @@ class Stack(NamedTuple):
         """Return the stack as one matrix, of all their rows."""
         return self._replace(shape=(self.shape[0] * self.shape[1], self.shape[2]))
 
-    def read(self, first: int, last: int) -> Tensor:
-        """Return [first, last) of its first dimension."""
+    def read(self, first: int, last: int, kind: str = "") -> Tensor:
+        """Return [first, last) of its first dimension; kind: of the blocks that quantised matrices are read as."""
         if len(self.shape) == 3:
             rows = self.flat().read(first * self.shape[1], last * self.shape[1])
             return rows.reshape(last - first, *self.shape[1:])
         each = self.shape[0] // len(self.matrices)
         pieces = []
         for number in range(first // each, -(-last // each)):
-            begin = number * each
-            pieces.append(
-                self.matrices[number].read(max(first - begin, 0), min(last - begin, each))
-            )
+            begin, read = number * each, self.matrices[number].read
+            low, high = max(first - begin, 0), min(last - begin, each)
+            pieces.append(read(low, high, kind) if kind else read(low, high))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
     """Return tensors by transformers' names: experts that are all there and of one size as stacks, others as they are.
 
-    renamed: what stands in the names of these files, and what transformers has instead
+    renamed: what stands in the names of these files, and what transformers has instead. UnsupportedModelError for
+    codes, which mean nothing without their scales.
     """
     by_name: dict[str, Any] = {}
     stacks: dict[str, dict[tuple[int, int], Any]] = {}
     for stored, tensor in tensors.items():
+        if isinstance(tensor, StoredTensor) and tensor.dtype not in _FLOATS.values():
+            raise UnsupportedModelError(f"{tensor.file}: {stored} is stored as {tensor.dtype}")
         name = stored
         for old, new in renamed.items():
             name = name.replace(old, new)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import UnsupportedModelError
+from specengine.errors import UnsupportedModelError, require_supported
 from specengine.ops.select import LARGEST, top_children
 from specengine.ops.tree import TokenTree
 
@@ -89,10 +89,10 @@ class Target(ModelFacts, ABC):
         tokens of every verified node, fewer of a small vocabulary. Raises UnsupportedModelError for hidden states that
         the target does not give.
         """
-        if features:
-            raise UnsupportedModelError(
-                f"{type(self).__name__}: gives no hidden states, and this draft reads them"
-            )
+        require_supported(
+            f"{type(self).__name__}: gives no hidden states, and this draft reads them",
+            not features,
+        )
         self.successors = min(successors, self.vocab_size)
 
     @abstractmethod

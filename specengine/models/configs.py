@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specengine.errors import UnsupportedModelError
+from specengine.errors import UnsupportedModelError, require_supported
 from specengine.models import families
 from specengine.models.families import Family, Shape, config_at, scaled_context
 from specengine.models.families import stated as stated
@@ -116,11 +116,11 @@ def shape_of(config: PretrainedConfig) -> Shape:
     family = family_of(config)
     shape = family.shape(config)
     for one in dict.fromkeys(family.shape_at(config, number) for number in range(shape.layers)):
-        if one.hidden % 2 or one.head_dim % 2 or one.heads % one.kv_heads:
-            raise UnsupportedModelError(
-                f"native: sizes must be even and key-value heads divide query heads; got hidden size {one.hidden}, "
-                f"{one.heads} heads of {one.head_dim}, {one.kv_heads} key-value heads"
-            )
+        require_supported(
+            f"native: sizes must be even and key-value heads divide query heads; got hidden size {one.hidden}, "
+            f"{one.heads} heads of {one.head_dim}, {one.kv_heads} key-value heads",
+            not (one.hidden % 2 or one.head_dim % 2 or one.heads % one.kv_heads),
+        )
     return shape
 
 
@@ -178,10 +178,10 @@ def refuse_short(config: PretrainedConfig) -> None:
         if rope.get("rope_type") == "longrope"
         else None
     )
-    if original and context and original < context:
-        raise UnsupportedModelError(
-            f"native: LongRoPE beyond {original} tokens, in a context of {context}"
-        )
+    require_supported(
+        f"native: LongRoPE beyond {original} tokens, in a context of {context}",
+        not original or not context or original >= context,
+    )
 
 
 def refuse_config(config: PretrainedConfig) -> None:
@@ -231,8 +231,7 @@ def refuse_config(config: PretrainedConfig) -> None:
         refused: refused,
     }
     for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedModelError(f"native: {reason}")
+        require_supported(f"native: {reason}", not holds)
 
 
 def context_limit(config: Any) -> int:
@@ -255,14 +254,13 @@ def context_limit(config: Any) -> int:
     if rope.get("rope_type") == "longrope":
         limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     window = window_of(config) or 2
-    if min(limit, window) < 1:
-        raise UnsupportedModelError(
-            f"the sliding window in its config is {window}, 1 or more tokens are needed"
-        )
-    if limit < 2:
-        raise UnsupportedModelError(
-            f"the context in its config is {limit}, 2 or more tokens are needed"
-        )
+    require_supported(
+        f"the sliding window in its config is {window}, 1 or more tokens are needed",
+        min(limit, window) >= 1,
+    )
+    require_supported(
+        f"the context in its config is {limit}, 2 or more tokens are needed", limit >= 2
+    )
     return int(limit)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specengine import ops
-from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
 from specengine.models import fused
 from specengine.models.attention import (
     ATTENTION,
@@ -407,11 +407,11 @@ class CausalLM:
             output_hidden_states=True,
         )
         count = len(getattr(out, "hidden_states", None) or ())
-        if count != self.layers + 1 or not all(0 <= i < count for i in ids):
-            raise UnsupportedModelError(
-                f"{model_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; "
-                f"the draft needs a model of {self.layers} layers that gives {self.layers + 1}"
-            )
+        require_supported(
+            f"{model_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; "
+            f"the draft needs a model of {self.layers} layers that gives {self.layers + 1}",
+            count == self.layers + 1 and all(0 <= i < count for i in ids),
+        )
         if self._twin.packed is not None:
             self._twin.packed.copy_again()
         self._twin.take(self._twin.contents)
@@ -480,16 +480,16 @@ class CausalLM:
 
     def require_capture(self) -> None:
         """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
-        if self._twin.dense:
-            raise UnsupportedModelError(
-                f"graphs: the attention of {model_name(self.model)} runs with a dense mask, whose shape changes with "
-                "the cache; load without graphs=True"
-            )
+        require_supported(
+            f"graphs: the attention of {model_name(self.model)} runs with a dense mask, whose shape changes with "
+            "the cache; load without graphs=True",
+            not self._twin.dense,
+        )
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
-        if kind in ("dynamic", "longrope"):
-            raise UnsupportedModelError(
-                f"graphs: {model_name(self.model)} has {kind} positions, which the host reads in every forward"
-            )
+        require_supported(
+            f"graphs: {model_name(self.model)} has {kind} positions, which the host reads in every forward",
+            kind not in ("dynamic", "longrope"),
+        )
 
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
@@ -683,10 +683,10 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
     padded: every forward has PADDED_ROWS rows, plain decoding's too.
     Tried on a few tokens, alone and among others. UnsupportedModelError where the bits change.
     """
-    if lm.attention != "tree":
-        raise UnsupportedModelError(
-            "strict: this model's attention runs with a dense mask, so its sums depend on the cache's layout"
-        )
+    require_supported(
+        "strict: this model's attention runs with a dense mask, so its sums depend on the cache's layout",
+        lm.attention == "tree",
+    )
     cache = lm.new_cache(64 + PADDED_ROWS)
     lm.extend(cache, [token % lm.vocab_size for token in (1, 2, 3, 5, 7)])
     tokens = torch.arange(11, 11 + TRIED, dtype=torch.int64, device="cpu") * 13 % lm.vocab_size
@@ -695,11 +695,11 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
         sizes = [size for size in (2, 3, 5, 8, 12, 16, 24, 31, 32, PADDED_ROWS) if size <= most]
         if all(_same_bits(lm, cache, tokens, alone, size, padded) for size in sizes):
             return most
-    if padded:
-        raise UnsupportedModelError(
-            f"strict: on this {lm.device.type} a row of a {lm.dtype} matrix product changes with its place among "
-            f"{PADDED_ROWS} rows, so a tree cannot have the bits of plain decoding"
-        )
+    require_supported(
+        f"strict: on this {lm.device.type} a row of a {lm.dtype} matrix product changes with its place among "
+        f"{PADDED_ROWS} rows, so a tree cannot have the bits of plain decoding",
+        not padded,
+    )
     raise UnsupportedModelError(
         f"strict: on this {lm.device.type} the matrix products of {lm.dtype} change with the number of rows, so "
         "a tree cannot have the bits of plain decoding; use bfloat16 on a CPU with AMX, or graphs=True, which gives "

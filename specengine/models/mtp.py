@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PretrainedConfig
 
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import InputError, UnsupportedModelError, require_supported
 from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import NO_MEMORY, empty_model, family_of, with_buffers
 from specengine.models.eagle import DraftHead, require_sizes
@@ -234,8 +234,9 @@ class MtpHead(DraftHead):
             raise UnsupportedModelError(
                 f"draft: the MTP head fails on a token ({type(error).__name__}: {text:.200})"
             ) from error
-        if list(recorder.shapes) != [0]:
-            raise UnsupportedModelError("draft: the MTP head's layer keeps no keys and values")
+        require_supported(
+            "draft: the MTP head's layer keeps no keys and values", list(recorder.shapes) == [0]
+        )
         return CacheLayout.of([recorder.shapes[0][:3]], self.dtype, self._target.device)
 
 
@@ -324,10 +325,9 @@ class AssistantHead(DraftHead):
             (int(text.vocab_size), target.lm.vocab_size),
         )
         super().__init__(net.outer, (target.lm.layers,), net.outer)
-        if target.captured:
-            raise UnsupportedModelError(
-                "draft: an assistant reads keys of a length that no CUDA graph has"
-            )
+        require_supported(
+            "draft: an assistant reads keys of a length that no CUDA graph has", not target.captured
+        )
         self._slabs = self._find_slabs()
 
     def follow(self, target: CachedTarget) -> None:

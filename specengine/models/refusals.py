@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
 from specengine.models.attention import NeedsDenseMask
 from specengine.models.configs import NO_MEMORY
 from specengine.models.twins import is_changed
@@ -46,16 +46,18 @@ _STATES = {
 
 def refuse_others(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for what is no language model that goes on with a text."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{model_name(model)}: encoder-decoder models are not supported, only causal LMs"
-        )
-    if not model.can_generate():
-        raise UnsupportedModelError(
-            f"{model_name(model)}: has no language-model head, pass a ...ForCausalLM model"
-        )
-    if not hasattr(model.get_input_embeddings(), "weight"):
-        raise UnsupportedModelError(f"{model_name(model)}: has no single table of token embeddings")
+    require_supported(
+        f"{model_name(model)}: encoder-decoder models are not supported, only causal LMs",
+        not getattr(model.config, "is_encoder_decoder", False),
+    )
+    require_supported(
+        f"{model_name(model)}: has no language-model head, pass a ...ForCausalLM model",
+        model.can_generate(),
+    )
+    require_supported(
+        f"{model_name(model)}: has no single table of token embeddings",
+        hasattr(model.get_input_embeddings(), "weight"),
+    )
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

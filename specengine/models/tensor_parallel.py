@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specengine import ops
-from specengine.errors import InputError, RankError, UnsupportedModelError
+from specengine.errors import InputError, RankError, UnsupportedModelError, require_supported
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 
@@ -65,10 +65,9 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     plan: dict[str, str] = getattr(shape, "_tp_plan", None) or {}
-    if not plan:
-        raise UnsupportedModelError(
-            f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers"
-        )
+    require_supported(
+        f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers", bool(plan)
+    )
     count = int(os.environ["WORLD_SIZE"])
     text = config.get_text_config(decoder=True)
     heads = (
@@ -81,10 +80,10 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
         else {}
     )
     units = getattr(text, "intermediate_size", None)
-    if units and units % count:
-        raise UnsupportedModelError(
-            f"tp_plan: {units} units of a layer's MLP cannot be divided among {count} ranks"
-        )
+    require_supported(
+        f"tp_plan: {units} units of a layer's MLP cannot be divided among {count} ranks",
+        not units or not units % count,
+    )
     return DistributedConfig(tp_size=count, tp_plan=whole or "auto")
 
 

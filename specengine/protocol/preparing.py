@@ -38,7 +38,13 @@ from specengine.protocol.tools import (
 from specengine.request.declared import CONSTRAINTS, declarations
 from specengine.request.grammars import MAX_SECONDS, STRICT, WRITTEN, Constraint, compiled
 from specengine.request.options import GenerationOptions
-from specengine.request.prompts import Room, predicted_ids, texts_in, token_ids
+from specengine.request.prompts import (
+    Room,
+    predicted_ids,
+    require_tokens,
+    texts_in,
+    token_ids,
+)
 from specengine.request.text import Decoder
 
 if TYPE_CHECKING:
@@ -298,7 +304,10 @@ class CheckedRequest:
             if not (constrained and name in CONSTRAINTS)
         }
         options = defaults | self.options | constrained
-        self._require_known_tokens(engine.target.vocab_size)
+        for name in ("logit_bias", "stop_token_ids"):
+            require_tokens(
+                name, map(int, getattr(self.request, name) or ()), engine.target.vocab_size
+            )
         options |= self._ends(engine)
         maxima = (self.settings.default_max_tokens, self.settings.max_tokens)
         if self.request.wanted_tokens is not None or "max_new_tokens" not in options:
@@ -390,21 +399,6 @@ class CheckedRequest:
             template=self._template,
             room=room,
         )
-
-    def _require_known_tokens(self, vocabulary_size: int) -> None:
-        for name in ("logit_bias", "stop_token_ids"):
-            outside = next(
-                (
-                    token
-                    for token in getattr(self.request, name) or ()
-                    if int(token) >= vocabulary_size
-                ),
-                None,
-            )
-            if outside is not None:
-                raise InputError(
-                    f"{name}: token id {outside} is out of range, accepted 0 to {vocabulary_size - 1}"
-                )
 
     def _ends(self, engine: "Engine") -> dict[str, Any]:
         """Return the tokens that end the answer, if they are not the model's own alone."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require
 from specengine.records import SpeculativeOutput, Stats
 from specengine.request.configs import PROCESSED, Configured
 from specengine.request.options import IN_CONFIGS, GenerationOptions, Request
@@ -108,10 +108,12 @@ def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
     """Raise InputError for model inputs other than one sequence of token ids without padding."""
     if inputs.get("inputs_embeds") is not None:
         raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
-    if input_ids.shape[0] != 1:
-        raise InputError(
-            f"input_ids: got a batch of {input_ids.shape[0]}, accepted one sequence; for several call generate_many"
-        )
+    require(
+        "input_ids",
+        f"a batch of {input_ids.shape[0]}",
+        "one sequence; for several call generate_many",
+        input_ids.shape[0] == 1,
+    )
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise InputError(

@@ -60,7 +60,7 @@ def token_ids(  # noqa: PLR0913
     ids = _encode(prompt, tokenizer, raw, allow_special_text, room, tools, template)
     if not ids:
         raise InputError("prompt: it is empty, at least one token is needed")
-    _require_known("prompt", ids, vocab_size)
+    require_tokens("prompt", ids, vocab_size)
     if len(ids) >= max_context:
         message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
         message += f"the context here is {max_context} and an answer needs room; {CONTEXT_SOURCES}"
@@ -110,7 +110,7 @@ def predicted_ids(
         "a string or a list of token ids",
         isinstance(prediction, list | tuple) and all(type(token) is int for token in prediction),
     )
-    _require_known("prediction", prediction, vocab_size)
+    require_tokens("prediction", prediction, vocab_size)
     return list(prediction)
 
 
@@ -354,7 +354,8 @@ def _require_unicode(field: str, text: str) -> None:
         ) from error
 
 
-def _require_known(field: str, ids: Sequence[int], vocab_size: int) -> None:
+def require_tokens(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise InputError for a token id that the vocabulary does not have."""
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise InputError(

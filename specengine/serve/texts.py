@@ -22,7 +22,7 @@ from specengine.protocol.replies import TokenTexts
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tools import format_of, tools_for
 from specengine.request import templates
-from specengine.request.prompts import Room
+from specengine.request.prompts import Room, require_tokens
 from specengine.request.text import Decoder
 from specengine.serve.answering import json_response, loaded, read_beside, require_ready
 from specengine.serve.models import Models
@@ -154,11 +154,9 @@ def tokens_of(body: TokenizeBody, engine: Engine, limits: ModelLimits) -> dict[s
 
 def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
     """Return the text of tokens, special ones included; InputError for tokens that the model has not."""
-    known, most = engine.target.vocab_size, engine.target.max_context
+    most = engine.target.max_context
     require("tokens", len(tokens), f"up to {most}, the context", len(tokens) <= most)
-    outside = next((token for token in tokens if not 0 <= token < known), None)
-    if outside is not None:
-        raise InputError(f"tokens: token id {outside} is out of range, accepted 0 to {known - 1}")
+    require_tokens("tokens", tokens, engine.target.vocab_size)
     return Decoder(
         limits.tokenizer,
         [

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from specengine.checkpoints import layouts
 from specengine.checkpoints.eagle import load_head, save_head
-from specengine.checkpoints.heads import layouts
-from specengine.checkpoints.heads.layouts.eagle import EagleLayout
-from specengine.checkpoints.heads.layouts.specforge import SpecForge
-from specengine.checkpoints.heads.layouts.speculators import Speculators
+from specengine.checkpoints.layouts.eagle import EagleLayout
+from specengine.checkpoints.layouts.specforge import SpecForge
+from specengine.checkpoints.layouts.speculators import Speculators
 from specengine.errors import CheckpointError
 from specengine.models.eagle import DEFAULT_THETA, ROPE_TYPES
 from tests.checkpoints.layouts import FLAT, LAYER_IDS, READ, THIRD, official, write

@@ -244,7 +244,7 @@ def test_by_default_it_runs_as_transformers_runs_it(case: str) -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+    "quantized": ({"quantization_config": {"quant_method": "quark"}}, "quantized weights"),
     "own code": (
         {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
         "code of its own .auto_map.",

@@ -12,7 +12,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specengine.checkpoints.gguf.file import GGUFFile
 from specengine.checkpoints.gguf.vocabulary import end_ids, special_id
-from specengine.errors import CheckpointError, UnsupportedModelError, require_intact
+from specengine.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    refuse_misfits,
+    require_intact,
+    require_supported,
+)
 from specengine.models import families
 
 _MODULE = re.compile(r"blk\.\d+\.(.+?)(?:\.weight|\.bias)?")
@@ -54,9 +60,10 @@ _WITHOUT_EFFECT: dict[
 
 def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
     """Return the model's architecture; UnsupportedModelError for an unknown one, CheckpointError for none."""
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise CheckpointError(f"{path}: general.architecture is missing, or not text")
+    architecture: Any = metadata.get("general.architecture")
+    require_intact(
+        f"{path}: general.architecture is missing, or not text", isinstance(architecture, str)
+    )
     if architecture not in (architectures := _stored()):
         raise UnsupportedModelError(
             f"{path} has architecture {architecture[:80]!r}; accepted in GGUF files: "
@@ -157,8 +164,12 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     }
     inside = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     fields |= {field: tensor in inside for field, tensor in form.flags.items()}
+    keyed = [
+        number for number in range(sizes["layers"]) if f"blk.{number}.attn_k.weight" in file.tensors
+    ]
     fields |= {
-        field: _is_lacking(file, tensor, sizes["layers"]) for field, tensor in form.without.items()
+        field: any(f"blk.{number}.{tensor}" not in file.tensors for number in keyed)
+        for field, tensor in form.without.items()
     }
     fields |= {field: metadata.value(key) for key, field in form.keys.items()}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, form)}
@@ -178,12 +189,6 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
         raise CheckpointError(
             f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
         ) from error
-
-
-def _is_lacking(file: GGUFFile, tensor: str, layers: int) -> bool:
-    """Return whether a layer that has keys lacks a tensor."""
-    keyed = [number for number in range(layers) if f"blk.{number}.attn_k.weight" in file.tensors]
-    return any(f"blk.{number}.{tensor}" not in file.tensors for number in keyed)
 
 
 def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dict[str, int]:
@@ -310,7 +315,7 @@ def _head_dim(
             )
     require_intact(
         f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even",
-        size % 2 == 0,
+        not size % 2,
     )
     return size
 
@@ -362,15 +367,13 @@ def _proportional(fields: _Fields, head_dim: int) -> dict[str, Any]:
     """Return the parameters of positions that turn the first channels of each half of a head, by factors of one."""
     factors = fields.file.numbers(_ROPE_FACTORS)
     turned = int((factors == 1).sum())
-    if (
-        factors.shape != (head_dim // 2,)
-        or not turned
-        or (factors[:turned] != 1).any()
-        or (factors[turned:] < 1e20).any()
-    ):
-        raise UnsupportedModelError(
-            f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of proportional positions"
-        )
+    require_supported(
+        f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of proportional positions",
+        factors.shape == (head_dim // 2,)
+        and turned > 0
+        and bool((factors[:turned] == 1).all())
+        and not (factors[turned:] < 1e20).any(),
+    )
     theta = fields.positive("rope.freq_base", 10_000.0)
     return {
         "rope_type": "proportional",
@@ -383,8 +386,10 @@ def _longrope(fields: _Fields, theta: float, turned: int) -> dict[str, Any]:
     """Return the parameters of positions with two lists of factors, of which transformers makes the attention's."""
     factors = {_SHORT: "short_factor", _LONG: "long_factor"}
     for name in factors:
-        if name not in fields.file.tensors or fields.file.tensors[name].shape != (turned // 2,):
-            raise CheckpointError(f"{fields.file.path}: {name} must be [{turned // 2}]")
+        require_intact(
+            f"{fields.file.path}: {name} must be [{turned // 2}]",
+            name in fields.file.tensors and fields.file.tensors[name].shape == (turned // 2,),
+        )
     return {
         "rope_type": "longrope",
         "rope_theta": theta,
@@ -405,11 +410,11 @@ def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]
         as_computed = stored.shape == smooth.shape and np.allclose(
             stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4
         )
-    if not as_computed:
-        raise UnsupportedModelError(
-            f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3 models "
-            f"(low {low}, high {high}, context {context}), so their meaning is unknown"
-        )
+    require_supported(
+        f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3 models "
+        f"(low {low}, high {high}, context {context}), so their meaning is unknown",
+        as_computed,
+    )
     frequencies = {
         "low_freq_factor": low,
         "high_freq_factor": high,
@@ -478,20 +483,14 @@ def require_complete(
         *(_SHORT, _LONG) * ("longrope" in kinds),
     ):
         stored.pop(name, None)
-    differ = [
-        f"{name} {list(stored[name])}, not {list(shape)}"
-        for name, shape in expected.items()
-        if _without_ones(stored.get(name, shape)) != _without_ones(shape)
-    ]
-    problems = {
-        "missing": [name for name in expected if name not in stored],
-        "of another shape": differ,
-        "not used by this model": [name for name in stored if name not in expected],
-    }
-    listed = [f"{what}: {_some(which)}" for what, which in problems.items() if which]
-    require_intact(
-        f"{file.path} does not fit a {config.model_type} of its size; {'; '.join(listed)}",
-        not listed,
+    for name, shape in expected.items():
+        if _without_ones(stored.get(name, ())) == _without_ones(shape):
+            stored[name] = shape
+    refuse_misfits(
+        f"{file.path} does not fit a {config.model_type} of its size",
+        expected,
+        stored,
+        "not used by this model",
     )
     return names
 
@@ -589,11 +588,6 @@ def _stored_name(module: str, kind: str) -> str:
         if last == "ssm" and kind in families.STATES
         else f"{module}.{kind}"
     )
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(name[:120] for name in names[:limit]) + more
 
 
 def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | None:

@@ -33,7 +33,6 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-_FLOATS = {"f32": "<f4", "f16": "<f2"}
 _LEVELS = {  # that codes of one and two bits stand for
     "q1_0": np.array([-1, 1], np.float32),
     "q2_0": np.array([-1, 0, 1, 2], np.float32),
@@ -170,7 +169,7 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
         stated = metadata.get("split.tensors.count", len(tensors))
         require_intact(
             f"{paths[0]}: its {len(paths)} parts have {len(tensors)} tensors, not {str(stated)[:80]}",
-            len(paths) == 1 or stated == len(tensors),
+            len(paths) <= 1 or stated == len(tensors),
         )
         return GGUFFile(sources, metadata, tensors)
     except BaseException:
@@ -192,10 +191,6 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     ):
         raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
     data = np.ascontiguousarray(data).reshape(-1)
-    if kind in _FLOATS:
-        return data.view(_FLOATS[kind]).astype(np.float32).reshape(shape)
-    if kind == "bf16":
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if kind in _LEVELS:
         return _unpacked_levels(data.reshape(-1, block.bytes), _LEVELS[kind]).reshape(shape)
     from gguf import GGMLQuantizationType, quants
@@ -225,10 +220,7 @@ class _Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            require_intact(
-                f"{path} is not a file",
-                path.is_file(),
-            )
+            require_intact(f"{path} is not a file", path.is_file())
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
@@ -238,8 +230,8 @@ class _Source:
 
     def read_into(self, out: bytearray | memoryview, offset: int) -> None:
         """Fill `out` (bytes) from byte `offset` on."""
-        if not self.close.alive:  # the number may already belong to another file
-            raise CheckpointError(f"{self.path} is closed")
+        # the number may already belong to another file
+        require_intact(f"{self.path} is closed", self.close.alive)
         view, done = memoryview(out), 0
         try:
             while done < len(view) and (
@@ -411,12 +403,12 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
         f"{path}: split.count must be 1 to {_MAX_PARTS}, not {str(count)[:80]}",
         type(count) is int and 1 < count <= _MAX_PARTS,
     )
-    match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
-    if match is None or int(match[2]) != count:
-        raise CheckpointError(
-            f"{path} is one of {count} parts, and is not named so (NAME-00001-of-{count:05d}.gguf); rename them, or "
-            "join them with llama-gguf-split --merge"
-        )
+    match: Any = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
+    require_intact(
+        f"{path} is one of {count} parts, and is not named so (NAME-00001-of-{count:05d}.gguf); rename them, or "
+        "join them with llama-gguf-split --merge",
+        match is not None and int(match[2]) == count,
+    )
     paths = [
         path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf")
         for number in range(1, count + 1)

@@ -20,7 +20,12 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specengine.checkpoints.gguf.file import GGUFFile
-from specengine.errors import CheckpointError, UnsupportedModelError, require_intact
+from specengine.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    require_intact,
+    require_supported,
+)
 
 
 class TokenKind(IntEnum):
@@ -391,14 +396,13 @@ def _splits(file: GGUFFile) -> Splits:
         )
         return DEFAULT
     require_intact(
-        f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}",
-        isinstance(name, str),
+        f"{file.path}: tokenizer.ggml.pre must be text, not {str(name)[:80]}", isinstance(name, str)
     )
-    if name not in SPLITS:
-        raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.pre = {name[:80]!r} is unknown, so text cannot be split; accepted: "
-            f"{', '.join(SPLITS)}; pass tokenizer=, or prompts as token ids"
-        )
+    require_supported(
+        f"{file.path}: tokenizer.ggml.pre = {name[:80]!r} is unknown, so text cannot be split; accepted: "
+        f"{', '.join(SPLITS)}; pass tokenizer=, or prompts as token ids",
+        name in SPLITS,
+    )
     return SPLITS[name]
 
 
@@ -453,12 +457,11 @@ def _require_vocabulary(file: GGUFFile) -> None:
         )
     tokens = _listed(file, "tokens", str)
     for name, kind in {"token_type": int, "scores": float}.items():
-        if f"tokenizer.ggml.{name}" in file.metadata and len(_listed(file, name, kind)) != len(
-            tokens
-        ):
-            raise CheckpointError(
-                f"{file.path}: tokenizer.ggml.{name} must be as long as the {len(tokens)} tokens"
-            )
+        require_intact(
+            f"{file.path}: tokenizer.ggml.{name} must be as long as the {len(tokens)} tokens",
+            f"tokenizer.ggml.{name}" not in file.metadata
+            or len(_listed(file, name, kind)) == len(tokens),
+        )
     unscored = "tokenizer.ggml.scores" not in file.metadata
     if model in ("gpt2", "gemma4") or (unscored and "tokenizer.ggml.merges" in file.metadata):
         merges = _listed(file, "merges", str)
@@ -472,11 +475,11 @@ def _require_vocabulary(file: GGUFFile) -> None:
 
 
 def _listed(file: GGUFFile, name: str, kind: type) -> list[Any]:
-    value = file.metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list) or not value or type(value[0]) is not kind:
-        raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.{name} must be a list of {kind.__name__}, not empty"
-        )
+    value: Any = file.metadata.get(f"tokenizer.ggml.{name}")
+    require_intact(
+        f"{file.path}: tokenizer.ggml.{name} must be a list of {kind.__name__}, not empty",
+        isinstance(value, list) and bool(value) and type(value[0]) is kind,
+    )
     return value
 
 

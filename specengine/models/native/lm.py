@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.errors import UnsupportedModelError, require
+from specengine.errors import UnsupportedModelError, require, require_supported
 from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
 from specengine.models.configs import (
     context_limit,
@@ -89,10 +89,10 @@ class NativeLM:
         self, source: Source, *, quantize: str | None = None, numerics: str = "auto"
     ) -> None:
         require("quantize", repr(quantize), "int8 or none", quantize in (None, "int8"))
-        if source.dtype not in KIND_OF:
-            raise UnsupportedModelError(
-                f"native: weights of {source.dtype}, known are bfloat16 and float32"
-            )
+        require_supported(
+            f"native: weights of {source.dtype}, known are bfloat16 and float32",
+            source.dtype in KIND_OF,
+        )
         self.source, self.config, self.quantize = source, source.config, quantize
         self.numerics = numerics_of(
             numerics,
@@ -181,10 +181,10 @@ class NativeLM:
 
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """Raise UnsupportedModelError if the model lacks these hidden states."""
-        if not all(0 <= i <= self.layers for i in ids):
-            raise UnsupportedModelError(
-                f"{self.name}: hidden states {', '.join(map(str, ids))} were asked for, it gives {self.layers + 1}"
-            )
+        require_supported(
+            f"{self.name}: hidden states {', '.join(map(str, ids))} were asked for, it gives {self.layers + 1}",
+            all(0 <= i <= self.layers for i in ids),
+        )
 
     def head(self, states: Tensor) -> Tensor:
         """Apply the language-model head to normed states. Returns float32 logits, [rows, vocabulary]."""
@@ -462,11 +462,11 @@ class NativeLM:
             limit = self._tolerance(last=whole and layer == layers > 1)
             dim = -1 if self._amplifies else None  # then the distance of most tokens counts
             distance = float(((computed - other).norm(dim=dim) / other.norm(dim=dim)).median())
-            if not distance <= limit:
-                raise UnsupportedModelError(
-                    f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of "
-                    f"their length after {min(layer, layers)} layers, at most {limit:g} is rounding)"
-                )
+            require_supported(
+                f"native: {self.name} gives other hidden states than its own modules (distance {distance:.3g} of "
+                f"their length after {min(layer, layers)} layers, at most {limit:g} is rounding)",
+                distance <= limit,
+            )
 
     @property
     def _amplifies(self) -> bool:
@@ -668,8 +668,7 @@ def refuse_head(config: EagleConfig) -> None:
         "other sizes of target and draft": config.target_hidden_size != config.hidden_size,
     }
     for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedModelError(f"native: an EAGLE head with {reason}")
+        require_supported(f"native: an EAGLE head with {reason}", not holds)
 
 
 _before: list[int] = []  # torch's number of threads before each `one_torch_thread` that is entered

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specengine.errors import UnsupportedModelError
+from specengine.errors import UnsupportedModelError, require_supported
 from specengine.models import families
 from specengine.models.configs import empty_model, family_of, stored_tensors
 from specengine.models.extension import instruction_set, is_plain, numerics_of
@@ -124,10 +124,11 @@ def refuse_loaded(model: PreTrainedModel) -> None:
                 f"native: {name} is a {kind}, known are dense tensors of the CPU"
             )
     exact = family_of(model.config).exact
-    if {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)} != {
-        model.dtype
-    }:
-        raise UnsupportedModelError("native: the weights have more than one dtype")
+    require_supported(
+        "native: the weights have more than one dtype",
+        {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)}
+        == {model.dtype},
+    )
     refuse_hooks(model)
     plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
     for name, module in model.named_modules():
@@ -136,10 +137,10 @@ def refuse_loaded(model: PreTrainedModel) -> None:
 
 def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
     """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
-    if type(module) is not type(plain):
-        raise UnsupportedModelError(
-            f"native: module {name or 'model'} is a {type(module).__name__}"
-        )
+    require_supported(
+        f"native: module {name or 'model'} is a {type(module).__name__}",
+        type(module) is type(plain),
+    )
     for setting, value in vars(plain).items():
         current = vars(module).get(setting)
         if (
@@ -155,8 +156,8 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
 def refuse_hooks(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if hooks, parametrizations or replaced forwards may change a module's results."""
     for name, module in model.named_modules():
-        if is_changed(module):
-            raise UnsupportedModelError(
-                f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
-                "backend='huggingface'"
-            )
+        require_supported(
+            f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
+            "backend='huggingface'",
+            not is_changed(module),
+        )

@@ -2,9 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from specengine.errors import UnsupportedModelError
 from specengine.models.attention import Prompt
 from specengine.models.configs import family_of, of_few_layers
 from specengine.models.kv_cache import KVCache, Rows
@@ -40,9 +38,6 @@ class BlockSource(Source):
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
-
-    def model(self) -> PreTrainedModel:
-        raise UnsupportedModelError(f"{self.name}: it is no model")
 
     def forget(self) -> None:
         """Let go of all weights."""

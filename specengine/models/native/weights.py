@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from specengine.errors import UnsupportedModelError
+from specengine.errors import UnsupportedModelError, require_supported
 from specengine.models.configs import (
     activation_of,
     empty_model,
@@ -175,9 +175,17 @@ class Source(ABC):
         """Return whether a tensor is float32 in models of any dtype."""
         return name.endswith(family_of(self.config).exact)
 
-    @abstractmethod
     def model(self) -> PreTrainedModel:
         """Return the whole model as transformers runs it, in `dtype`."""
+        model = empty_model(self.config, self.dtype)
+        # a tied head has no tensor of its own
+        model.load_state_dict(
+            {name: self.tensor(name) for name in self.shapes()}, strict=False, assign=True
+        )
+        model.tie_weights()
+        model.generation_config = self.generation_config
+        model.config.name_or_path = self.name
+        return with_buffers(model).eval()
 
     @functools.cached_property
     def generation_config(self) -> GenerationConfig:
@@ -347,9 +355,6 @@ class FirstLayer(Source):
             self._states = super().states(tokens, positions, ids, embeddings, layer_inputs)
         return self._states
 
-    def model(self) -> PreTrainedModel:
-        return _first_layers(self)
-
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         # a loaded model's frequencies may be rounded as its weights are
         return super().rope(key) if self._source.own_modules else self._source.rope(key)
@@ -413,7 +418,8 @@ class PackedModel:
         self.stored = ", ".join(filter(None, kinds_packed))
         self._add_value_norms(at)
         self._add_factors()
-        keys = list(ropes)
+        keys, routing = list(ropes), family.routing(self.config)
+        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
         self.decoder = extension().Decoder(
             self.instruction_set,
             table_of(numerics),
@@ -433,7 +439,7 @@ class PackedModel:
                 (-1 if place.rope is None else keys.index(place.rope), place.window or 0)
                 for place in places
             ],
-            self._routing(),
+            (routing.scores, counts, [routing.least, routing.factor]),
             family.recurrence(self.config),
             [
                 (one.kv_heads, one.head_dim, -1 if place.reads is None else place.reads)
@@ -477,11 +483,6 @@ class PackedModel:
             for number in range(self.shape.layers):
                 self.weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
 
-    def _routing(self) -> tuple[str, list[int], list[float]]:
-        routing = self.family.routing(self.config)
-        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
-        return routing.scores, counts, [routing.least, routing.factor]
-
     def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
         """Return a weight as numbers where it stays unrounded, in a dtype that is multiplied."""
         if not any(part.endswith(_UNROUNDED) for part in parts):
@@ -507,10 +508,10 @@ class PackedModel:
         frequencies, scale = self.source.rope(key)
         count = len(frequencies)
         whole = self.family.attention_of(self.config).turnable(head_dim) // 2
-        if count != whole and not (self.family.attention.partial and 0 < count < whole):
-            raise UnsupportedModelError(
-                f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head"
-            )
+        require_supported(
+            f"native: the config gives {count} rotary frequencies for {2 * whole} channels of a head",
+            count == whole or (self.family.attention.partial and 0 < count < whole),
+        )
         return frequencies.tolist(), scale
 
     def _packed(self, weight: Weight, turned: int) -> Weight:
@@ -601,14 +602,14 @@ def refuse_own_head(source: Source) -> None:
         f"{family.head.transformers}.weight",
         f"{family.embedding.transformers}.weight",
     )
-    if embedding not in source.shapes():
-        raise UnsupportedModelError(
-            "native: it stores lm_head without the embeddings that the config ties it to"
-        )
-    if not torch.equal(source.tensor(head), source.tensor(embedding)):
-        raise UnsupportedModelError(
-            "native: lm_head has weights of its own, and the config ties it to the embeddings"
-        )
+    require_supported(
+        "native: it stores lm_head without the embeddings that the config ties it to",
+        embedding in source.shapes(),
+    )
+    require_supported(
+        "native: lm_head has weights of its own, and the config ties it to the embeddings",
+        torch.equal(source.tensor(head), source.tensor(embedding)),
+    )
 
 
 def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[str, int]]:
@@ -622,10 +623,10 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
         if name in modules:
             parts_by_tensor[name] = modules[name]
             continue
-        if module not in modules:
-            raise UnsupportedModelError(
-                f"native: {name} is in none of the blocks that {config.model_type} has"
-            )
+        require_supported(
+            f"native: {name} is in none of the blocks that {config.model_type} has",
+            module in modules,
+        )
         parts_by_tensor[name] = {
             f"{native}.{kind}": size for native, size in modules[module].items()
         }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specengine.errors import UnsupportedModelError
+from specengine.errors import require_supported
 from specengine.models.eagle import EagleHead, embed, embed_for
 from specengine.train.text.corpus import Text
 
@@ -235,20 +235,19 @@ class Teacher(HeadTeacher):
             self.decoder(input_ids=token, output_hidden_states=True),
             self.model(input_ids=token).logits,
         )
-        if len(out.hidden_states) != self.layers + 1 or not all(
-            0 <= i <= self.layers for i in self.feature_ids
-        ):
-            raise UnsupportedModelError(
-                f"target: it has {len(out.hidden_states)} hidden states, {self.layers + 1} are needed, and the draft "
-                f"reads {', '.join(map(str, self.feature_ids))}"
-            )
-        if not torch.allclose(
-            self.head(out.hidden_states[-1]).float(), logits.float(), rtol=1e-2, atol=1e-2
-        ):
-            raise UnsupportedModelError(
-                "target: its logits are not those of its head on the last hidden state (a soft cap or a scale); "
-                "training a draft for such a model is not supported"
-            )
+        require_supported(
+            f"target: it has {len(out.hidden_states)} hidden states, {self.layers + 1} are needed, and the draft "
+            f"reads {', '.join(map(str, self.feature_ids))}",
+            len(out.hidden_states) == self.layers + 1
+            and all(0 <= i <= self.layers for i in self.feature_ids),
+        )
+        require_supported(
+            "target: its logits are not those of its head on the last hidden state (a soft cap or a scale); "
+            "training a draft for such a model is not supported",
+            torch.allclose(
+                self.head(out.hidden_states[-1]).float(), logits.float(), rtol=0.01, atol=0.01
+            ),
+        )
 
 
 class Branches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from specengine.checkpoints.heads.layouts import LAYER_IDS, Layout, Verifier, listed
+from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, listed
 from specengine.errors import require_intact
 
 if TYPE_CHECKING:

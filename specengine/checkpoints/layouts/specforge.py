@@ -1,6 +1,6 @@
 """The layout of SpecForge and AngelSlim: that of the EAGLE repository, and fields of their own."""
 
-from specengine.checkpoints.heads.layouts.eagle import EagleLayout
+from specengine.checkpoints.layouts.eagle import EagleLayout
 
 
 class SpecForge(EagleLayout):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from specengine.checkpoints.heads.layouts import LAYER_IDS, Layout, Verifier, require_field
-from specengine.errors import CheckpointError, require_intact, shown
+from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, require_field
+from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
     from specengine.models.eagle import EagleConfig
@@ -39,11 +39,10 @@ class Speculators(Layout):
         )
         layer = self.fields.nested("transformer_layer_config")
         kind = layer.raw.get("model_type")
-        if kind not in ("llama", "qwen3"):
-            # Older releases take a missing type as llama, newer ones as qwen3, which has other tensors.
-            raise CheckpointError(
-                f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3"
-            )
+        require_intact(
+            f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3",
+            kind in ("llama", "qwen3"),
+        )
         require_intact(
             "transformer_layer_config.layer_types: drafts of several layers are not supported",
             "sliding_attention" not in layer.texts("layer_types")[1:],

@@ -1,1 +1,0 @@
-"""Draft heads: the layouts in which they are published."""
