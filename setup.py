@@ -122,7 +122,7 @@ def compile_at_once(compiler: Any, most: int) -> None:
     def compile_all(sources: list[str], **options: Any) -> list[str]:
         # the bindings, which take longest, are the last by name and the first to begin
         compiled = pool.map(lambda source: one_by_one([source], **options), sources[::-1], 1)
-        return [file for files in compiled for file in files]
+        return [file for files in compiled[::-1] for file in files]
 
     compiler.compile = compile_all
 

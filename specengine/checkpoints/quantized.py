@@ -75,7 +75,7 @@ class QuantizedMatrix(NamedTuple):
 
     def read(self, first: int, last: int, kind: str = "") -> Tensor:
         """Return rows [first, last) as float32 [rows, inputs], or as blocks of a kind of GGUF, uint8 [bytes]."""
-        rows = torch.arange(first, last, device="cpu") // self.size[0]
+        rows = torch.arange(first, last, dtype=torch.int64, device="cpu") // self.size[0]
         scales, zeros, groups = self._parameters()
         levels = self._codes(first, last) - zeros[rows][:, groups]
         steps = scales[rows][:, groups]
@@ -96,9 +96,15 @@ class QuantizedMatrix(NamedTuple):
     def _codes(self, first: int, last: int) -> Tensor:
         """Return rows of codes, float32 [rows, inputs]."""
         if self.format.order:
-            outputs = torch.arange(first, last, device="cpu")
-            return _unpacked(_whole(self.codes), self.format, outputs).T.contiguous()
-        turned, inputs = self.format.turned, torch.arange(self.shape[1], device="cpu")
+            return _unpacked(
+                _whole(self.codes),
+                self.format,
+                torch.arange(first, last, dtype=torch.int64, device="cpu"),
+            ).T.contiguous()
+        turned, inputs = (
+            self.format.turned,
+            torch.arange(self.shape[1], dtype=torch.int64, device="cpu"),
+        )
         words = _whole(self.codes).T[first:last] if turned else self.codes.read(first, last)
         return _unpacked(words, self.format, inputs)
 
@@ -109,11 +115,11 @@ class QuantizedMatrix(NamedTuple):
         scales = scales.T if turned else scales
         zeros = torch.full_like(scales, self.middle)
         if self.zeros is not None:
-            words, rows = _whole(self.zeros), torch.arange(outputs, device="cpu")
+            words, rows = _whole(self.zeros), torch.arange(outputs, dtype=torch.int64, device="cpu")
             by_group = _unpacked(words if turned else words.T, self.format, rows)
             zeros = by_group.T + self.format.added
         groups = (
-            torch.arange(inputs, device="cpu") // self.size[1]
+            torch.arange(inputs, dtype=torch.int64, device="cpu") // self.size[1]
             if self.groups is None
             else _whole(self.groups).flatten().long()
         )
@@ -158,8 +164,9 @@ def joined(tensors: Mapping[str, Any], form: CodeFormat) -> dict[str, Any]:
     for name, codes in tensors.items():
         module, _, end = name.rpartition(".")
         if end == form.names[0] and codes.dtype in form.dtypes:
-            parts = [by_name.pop(f"{module}.{kind}", None) for kind in form.names]
-            by_name[f"{module}.weight"] = _matrix(module, form, parts)
+            by_name[f"{module}.weight"] = _matrix(
+                module, form, [by_name.pop(f"{module}.{kind}", None) for kind in form.names]
+            )
     return by_name
 
 

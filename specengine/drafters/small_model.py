@@ -307,7 +307,7 @@ class SmallModel(RowDraft):
             self.cache.crop(min(common_prefix(self._tokens, ids), self.cache.length))
             rest = ids[self.cache.length :]
             self.reserve(len(ids), tree.capacity, len(rest))
-            self._held[1 : len(rest) + 1] = torch.tensor(rest, dtype=torch.int64)
+            self._held[1 : len(rest) + 1] = torch.tensor(rest, dtype=torch.int64, device="cpu")
             self.taken.fill_(len(rest))
             self._tokens, self._taken_in = ids, len(tokens)
         return super().root(tree)

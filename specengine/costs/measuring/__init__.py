@@ -559,7 +559,9 @@ class SyntheticCycles:
         return time.perf_counter() - began, result
 
     def _wait(self) -> None:
-        if self.target.device.type != "cpu":
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        elif self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
 
 
