@@ -147,7 +147,7 @@ def add_serve(parser: Parser) -> None:
                 "default": [],
                 "dest": "models",
                 "metavar": "[NAME=]MODEL",
-                "help": "another model, loaded when it is asked for; repeatable",
+                "help": "another model, loaded when it is asked for, the first at the start without MODEL; repeatable",
             },
             "--chat-template": file(
                 "a Jinja template for conversations, in place of the model's own"

@@ -10,7 +10,7 @@ const FATES = {
 };
 const ORIGINS = {
   draft: "the draft: a head or a small model",
-  copied: "copied from the text so far",
+  copied: "copied from this text or an earlier one",
   recycled: "recycled: what the model said after this token before",
   forced: "forced by the grammar",
   null: "not noted: the tree grew on the device",
