@@ -259,6 +259,23 @@ def test_of_sets_with_the_same_products_the_fastest_is_enough(
     assert chosen == expected | PORTABLE_SETS | {"cpu_binding"}
 
 
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_units_include_each_source_once_and_stay_as_they_are(
+    setup_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.chdir(ROOT)
+    sources = ["csrc/ops_binding.cpp", *sorted(map(str, Path("csrc/ops").glob("*.cpp")))]
+    units = setup_script["in_units"](sources, count, str(tmp_path / "new"))
+    assert len(units) == min(count, len(sources))
+    lines = [line for unit in units for line in Path(unit).read_text().splitlines()]
+    assert sorted(lines) == sorted(
+        f'#include "{source.removeprefix("csrc/")}"' for source in sources
+    )
+    written = [Path(unit).stat().st_mtime_ns for unit in units]
+    assert setup_script["in_units"](sources, count, str(tmp_path / "new")) == units
+    assert [Path(unit).stat().st_mtime_ns for unit in units] == written
+
+
 def test_where_no_flags_are_told_all_instruction_sets_are_built(
     setup_script: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -94,8 +94,8 @@ def forward(memory: Memory, rates: Sequence[float], *, steals: bool) -> float:
 
 def records(args: argparse.Namespace) -> Iterator[Record]:
     memory = Memory(args.bandwidth, args.of_core, args.slow, args.barrier, args.each)
-    given = {name: value for name, value in vars(args).items() if name != "out"}
-    yield {"record": "assumed", "bytes_of_weight": BYTES, "layers": LAYERS} | given
+    assumptions = {name: value for name, value in vars(args).items() if name != "out"}
+    yield {"record": "assumed", "bytes_of_weight": BYTES, "layers": LAYERS} | assumptions
     for name, cores in MACHINES.items():
         rates = memory.rates(cores)
         stealing = forward(memory, rates, steals=True)

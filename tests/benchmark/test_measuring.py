@@ -63,12 +63,14 @@ def test_an_assistant_with_another_tokenizer_is_refused(
     for tokenizer in (byte_tokenizer(template=None), other):
         loaded = LoadedModel(cast(Any, None), tokenizer)
         monkeypatch.setattr(ways, "load_model", lambda *_, loaded=loaded: loaded)
-        made = ways.baseline(ways.ASSISTED, plain, {"temperature": 0.0}, [], "assistant", options)
+        assisted = ways.baseline(
+            ways.ASSISTED, plain, {"temperature": 0.0}, [], "assistant", options
+        )
         if tokenizer is not other:
-            made.start()
+            assisted.start()
             continue
         with pytest.raises(TokenizerMismatchError) as refused:
-            made.start()
+            assisted.start()
         assert str(refused.value) == (
             "assistant: its tokenizer differs from the target's, whose tokens it has to propose"
         )

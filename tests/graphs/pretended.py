@@ -125,19 +125,19 @@ def held(tree: Any) -> Any:
 
 def of_class(kind: Any, tree: Any) -> list[Any]:
     """Return the leaves of a tree that are of this class."""
-    found: list[Any] = []
-    _gather(kind, (tree,), found)
-    return found
+    leaves: list[Any] = []
+    _gather(kind, (tree,), leaves)
+    return leaves
 
 
-def _gather(kind: Any, parts: Any, found: list[Any]) -> None:
+def _gather(kind: Any, parts: Any, leaves: list[Any]) -> None:
     for part in parts:
         if isinstance(part, dict):
-            _gather(kind, part.values(), found)
+            _gather(kind, part.values(), leaves)
         elif isinstance(part, list | tuple):
-            _gather(kind, part, found)
+            _gather(kind, part, leaves)
         elif isinstance(part, kind):
-            found.append(part)
+            leaves.append(part)
 
 
 # ---- graphs
@@ -455,11 +455,11 @@ class Device(TorchDispatchMode):
         if graph is None and self.clock is not None:
             self.clock.run(name, of_class(Tensor, given))
         if graph is not None:
-            made = fresh(found, given) if on else []
+            results = fresh(found, given) if on else []
             inside = {address(part) for part in of_class(Tensor, given)}
-            views = bool(made) and all(address(part) in inside for part in made)
+            views = bool(results) and all(address(part) in inside for part in results)
             if opaque or not views:
-                graph.record(name, function, (args, kwargs), made)
+                graph.record(name, function, (args, kwargs), results)
 
         def there(part: Any) -> Any:
             if not on or not isinstance(part, Tensor):

@@ -85,17 +85,19 @@ def test_two_ranks_answer_as_one_process_does(default_model_path: Path, tmp_path
     for job in jobs:
         backend, scores = lines.pop(0)["backend"], lines.pop(0)["scores"]
         assert "2 ranks" in backend
-        found = [lines.pop(0) for _ in range(len(job.policies) * len(WAYS))]
-        assert [line["policy"] for line in found[:: len(WAYS)]] == list(job.policies)
+        answers = [lines.pop(0) for _ in range(len(job.policies) * len(WAYS))]
+        assert [line["policy"] for line in answers[:: len(WAYS)]] == list(job.policies)
         engine = Engine.from_pretrained(str(job.model), "none", **PLAIN)
         one = [rated.logprob for rated in engine.score(PROMPT)]
         assert scores == pytest.approx(one, abs=1e-3), job
         wanted = [
             engine.generate(PROMPT, max_new_tokens=job.tokens, **way).token_ids for way in WAYS
         ]
-        assert [line["tokens"] for line in found] == [wanted[line["way"]] for line in found], job
+        assert [line["tokens"] for line in answers] == [wanted[line["way"]] for line in answers], (
+            job
+        )
         if job.draft.endswith("draft"):  # a near copy: trees were accepted
-            assert any(line["steps"] < len(line["tokens"]) for line in found), job
+            assert any(line["steps"] < len(line["tokens"]) for line in answers), job
     assert lines == []
 
 
