@@ -22,8 +22,7 @@ demo: $(VENV)/.installed-run  ## generate with and without speculation, and comp
 
 # examples of property tests: `ci` repeats them in every run, `quick` a quarter of them, `explore` draws new ones
 PROPERTIES ?= $(if $(CI),ci,explore)
-# .ci/run calls both targets: RECORD=1 makes `test` record coverage, AFTER_TEST=1 makes `test-all` run the rest alone,
-# without it: recording slows the tests down, and the fast half covers 97 % of the package
+# .ci/run calls both: RECORD=1 has `test` record coverage, AFTER_TEST=1 has `test-all` run the slow tests alone, without it
 RECORD ?=
 AFTER_TEST ?=
 IN_PARALLEL := -n $(TEST_WORKERS) --dist worksteal
