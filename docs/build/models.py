@@ -1,10 +1,13 @@
-"""The table of model types by how they are served, from the sweep over all of transformers' causal LMs."""
+"""The table of model types by how they are served, from the sweep over all of transformers' language models."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from specengine.files import read_text
 
@@ -22,13 +25,20 @@ def models() -> str:
     """Return the model types by how they are served."""
     table: dict[str, Any] = json.loads(read_text(VERDICTS))
     rows = ["| on the C++ forward on a CPU, with trees | [its families](guide/cpu.md) |"]
+    verdicts = table["verdicts"]
+    causal = {kind: verdict for kind, verdict in verdicts.items() if kind in CAUSAL}
     rows += [
-        f"| {how} | {', '.join(f'`{kind}`' for kind, found in table['verdicts'].items() if found == verdict)} |"
+        f"| {how} | {', '.join(f'`{kind}`' for kind, served in causal.items() if served == verdict)} |"
         for verdict, how in HOW.items()
     ]
-    others = [
-        f"`{kind}`" for kind, found in table["verdicts"].items() if found not in {NATIVE, *HOW}
-    ]
+    others = [f"`{kind}`" for kind, served in causal.items() if served not in {NATIVE, *HOW}]
     rows.append(f"| not, or not tried | {', '.join(others)} |")
-    source = f"Drawn from `tests/sweep/verdicts.json`: transformers {table['transformers']}, tiny random models."
+    pictures = Counter(verdicts[kind] for kind in verdicts.keys() - causal.keys())
+    drafted = sum(count for verdict, count in pictures.items() if verdict.startswith("trees"))
+    plainly = pictures["plainly"]
+    others_too = pictures.total() - drafted - plainly
+    rows.append(
+        f"| with pictures too | {drafted} with trees, {plainly} plainly, {others_too} not |"
+    )
+    source = f"Drawn from `tests/sweep/verdicts.json`: transformers {table['transformers']}."
     return "\n".join(["| served | model types |", "|---|---|", *rows, "", source])

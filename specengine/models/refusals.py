@@ -78,6 +78,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if (
         getattr(config, "alibi", False)
         or "position_ids" not in inspect.signature(model.forward).parameters
+        or config.model_type == "kosmos_2_5_text_model"  # its `generate` hands over none
     ):
         raise NoTreesError(
             f"{model_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be "

@@ -1,4 +1,4 @@
-"""Every entry of transformers' mapping of causal LMs as a tiny random model."""
+"""Every entry of transformers' mappings of causal LMs, and of those that read pictures too, as a tiny random model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-VOCABULARY, WINDOW, MOST = 97, 16, 7_000_000
+NAMES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+VOCABULARY, WINDOW, MOST = 97, 16, 9_000_000
 # Sizes by the field's name, for all that have such a field.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -108,6 +118,25 @@ SIZES: dict[str, Any] = {
     "num_mtp_layers": 0,
 }
 
+# Of encoders of pictures and sound.
+ENCODERS: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 32,
+    "num_heads": 4,
+    "image_size": 28,
+    "out_hidden_size": 32,
+    "text_hidden_size": 32,
+    "encoder_hidden_size": 32,
+    "vision_hidden_size": 32,
+    "projection_dim": 32,
+    "projection_hidden_dim": 48,
+    "projection_intermediate_size": 48,
+    "projector_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+
 
 def fields_of(kind: type[PretrainedConfig]) -> set[str]:
     """Return the names that a class of configs takes."""
@@ -118,17 +147,19 @@ def fields_of(kind: type[PretrainedConfig]) -> set[str]:
     return names
 
 
-def sizes_for(kind: type[PretrainedConfig], own: dict[str, Any]) -> dict[str, Any]:
+def sizes_for(
+    kind: type[PretrainedConfig], own: dict[str, Any], sizes_by_name: dict[str, Any] = SIZES
+) -> dict[str, Any]:
     """Return small sizes for a class of configs and for those in it."""
     known = fields_of(kind)
-    given = {name: value for name, value in SIZES.items() if name in known}
+    given = {name: value for name, value in sizes_by_name.items() if name in known}
     if parts := getattr(kind, "sub_configs", None):
         default = kind()
         for name in parts:
             if isinstance(part := getattr(default, name, None), PretrainedConfig):
-                sizes = sizes_for(type(part), OWN.get(part.model_type, {}))
+                sizes = sizes_for(type(part), OWN.get(part.model_type, {}), sizes_by_name)
                 given[name] = {"model_type": part.model_type, **sizes}
-    return given | own
+    return given | copy.deepcopy(own)  # transformers adds to rope_parameters
 
 
 # Set these as well, by model type.
@@ -233,6 +264,47 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
+_PARTS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+}
+_MUSE = {"layer_types": [_SLIDING, _FULL], "layer_rope_theta": [1e4, 0]}
+OWN |= {
+    "cosmos3_edge_text": _PARTS,
+    "ernie4_5_vl_moe_text": _PARTS | {"moe_intermediate_size": [24, 24]},
+    "glm46v_text": _PARTS,
+    "glm4v_text": _PARTS,
+    "glm4v_moe_text": _PARTS | {"head_dim": 16},
+    "glm_ocr_text": _PARTS,
+    "glmga_text": _PARTS | {"head_dim": 16},
+    "glm5_next_text": _MIXED
+    | _LATENT
+    | {"qk_rope_head_dim": 0, "qk_head_dim": 8, "index_kpool": 2, "index_topk": 8},
+    "hunyuan_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "xdrope_section": [1, 1, 1, 1],
+        }
+    },
+    "mistral4": _LATENT | {"head_dim": 16, "qk_head_dim": 16},
+    "mistral_large4_text": _LATENT | {"qk_head_dim": 16},
+    "molmo2_vision": {"image_size": [28, 28], "num_hidden_layers": 3},
+    "molmo2_adapter": {"vision_feature_layer": [0, 1], "text_hidden_size": 32},
+    "muse_glimmer_text": _MUSE,
+    "muse_spark_text": _MUSE | {"mlp_layer_types": ["dense", "sparse"], "moe_hidden_size": 16},
+    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 16]},
+    "nemotron_h_omni": {"video_temporal_patch_size": 2},
+    "radio": {"video_temporal_patch_size": 2},
+    "paddleocr_vl_text": _PARTS,
+    "qwen2_5_omni_text": _PARTS,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 4},
+    # with a window, transformers' masks show all and its cache drops what is beyond; published ones have none
+    "qwen3_omni_moe_text": {"sliding_window": None},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 4},
+    "qwen2_5_vl_text": _PARTS,
+    "qwen2_vl_text": _PARTS,
+    "qwen2_vl_vision": {"hidden_size": 32},
+}
 DECODERS = (
     "bert",
     "bert-generation",
@@ -257,7 +329,10 @@ OWN |= {kind: OWN.get(kind, {}) | {"is_decoder": True} for kind in DECODERS}
 
 def config_of(kind: str, **changes: Any) -> PretrainedConfig:
     """Return the tiny config of an entry of the mapping."""
-    return CONFIG_MAPPING[kind](**sizes_for(CONFIG_MAPPING[kind], OWN.get(kind, {}) | changes))
+    sizes = SIZES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else SIZES | ENCODERS
+    return CONFIG_MAPPING[kind](
+        **sizes_for(CONFIG_MAPPING[kind], OWN.get(kind, {}) | changes, sizes)
+    )
 
 
 class NotMadeError(Exception):
@@ -265,13 +340,26 @@ class NotMadeError(Exception):
 
 
 NOT_MADE = ("blt", "dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant")
+NOT_MADE += (
+    "chameleon",
+    "deepseek_ocr2",
+    "evolla",
+    "fast_vlm",
+    "florence2",
+    "granite4_vision",
+    "janus",
+    "perception_lm",
+    "pi0",
+)
 
 
 def model_of(kind: str, **changes: Any) -> PreTrainedModel:
     """Return the tiny random float32 model of an entry of the mapping; NotMadeError."""
     if kind in NOT_MADE:
         raise NotMadeError(kind)
-    config, make = config_of(kind, **changes), AutoModelForCausalLM.from_config
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config = config_of(kind, **changes)
+    make = (AutoModelForCausalLM if causal else AutoModelForImageTextToText).from_config
     if kind in ("musicgen", "musicgen_melody"):
         config, make = config.decoder, getattr(transformers, NAMES[kind])._from_config
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Every causal LM of transformers as a tiny model: how it is served stands in verdicts.json, and is found again.
+"""Every causal LM of transformers, some with pictures, as a tiny model: its way stands in verdicts.json, and is met.
 
 `python -m tests.sweep --write` draws the table up anew, `python -m tests.sweep NAME ...` shows single verdicts.
 """
@@ -28,6 +28,7 @@ FAST = (
     "mamba",
     "mimo_v2_flash",
     "mistral",
+    "muse_glimmer",
     "qwen3",
     "qwen3_5_text",
     "xlnet",
@@ -58,13 +59,16 @@ def test_the_table_has_every_family() -> None:
 
 
 def test_most_families_are_served_exactly_and_with_trees() -> None:
-    assert set(VERDICTS.values()) <= {*EXACT, *VERDICTS_OF_THE_OTHERS}
+    others = set(VERDICTS.values()) - {*EXACT, *VERDICTS_OF_THE_OTHERS}
+    assert all(verdict.startswith(NEEDS_MORE) for verdict in others)
     counts = summary(VERDICTS)
-    assert sum(counts[verdict] for verdict in EXACT) >= 170
-    assert sum(counts[verdict] for verdict in DRAFTED) >= 130
+    assert sum(counts[verdict] for verdict in EXACT) >= 240
+    assert sum(counts[verdict] for verdict in DRAFTED) >= 200
 
 
+NEEDS_MORE = "not: its forward fails on a few tokens ("  # of text, as it needs pictures
 VERDICTS_OF_THE_OTHERS = {
+    "not: encoder-decoder models are not supported, only causal LMs",
     "not: has no single table of token embeddings",
     "not: a token changes the logits of those before it, so it is not a causal LM",
     "not made",
