@@ -273,10 +273,10 @@ class OwnCacheLM(CausalLM):
             cache, plain = self.new_cache(1), self.new_cache(1)
             for each in (cache, plain):
                 self.extend(each, ids[:4])
-            known = {DynamicCache.__module__}  # a model's file may have layers of another kind
+            modules = {DynamicCache.__module__}  # a model's file may have layers of another kind
             if not cache.held or not all(
                 type(each) is DynamicCache
-                and {type(layer).__module__ for layer in each.layers} <= known
+                and {type(layer).__module__ for layer in each.layers} <= modules
                 for each in cache.held.values()
             ):
                 return "it has no cache of a kind that is known to be copied whole"
