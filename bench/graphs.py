@@ -21,9 +21,9 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -38,7 +38,10 @@ from specengine.benchmark.summaries import ALL, summaries
 from specengine.benchmark.ways import PLAIN, EngineDecoder, Generate, Way, WayDecoder
 from specengine.benchmark.workloads import Workload
 from specengine.drafters.eagle import EagleDraft
+from specengine.engine import loading
 from specengine.errors import InputError
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.options import LoadOptions
 
 POLICIES = ("eagle", "talon", "salf", "chain")
 GREEDY = {"temperature": 0.0}
@@ -46,20 +49,28 @@ GRAPHS, STRICT = "graphs", "graphs, strict"
 
 
 class Decoders:
-    """Decoders by name, created once, from one loaded model and another one for transformers."""
+    """Decoders by name, created once, from one model and another one for transformers.
+
+    On a device the first engine loads it and the others share it: so layers are merged and nothing looks for changed
+    weights, as where a user loads by name.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        path, dtype = models.resolve(args.model), getattr(torch, args.dtype)
-        copies = [
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(
-                args.device
-            )
-            for _ in range(2 - args.ours)
-        ]
-        self._untouched, self._model = copies[0], copies[-1]
-        self._draft = args.draft
+        self._draft, self._device, self._dtype = args.draft, args.device, getattr(torch, args.dtype)
+        self._path = models.resolve(args.model)
+        self._model: Any = self._loaded() if args.device == "cpu" else self._path
         self.made: dict[str, WayDecoder] = {}
-        self.plain = self._engine(PLAIN)
+        place = {} if args.device == "cpu" else {"dtype": self._dtype, "device": self._device}
+        self.plain = Engine.from_pretrained(self._model, None, PLAIN, graphs=False, **place)
+
+    def _loaded(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            self._path, dtype=self._dtype, trust_remote_code=False
+        ).to(self._device)
+
+    @cached_property
+    def _untouched(self) -> Any:
+        return self._loaded()
 
     def transformers(self, name: str, **options: Any) -> Way:
         return self._way(name, lambda: Generate(self._untouched, GREEDY, [], **options), ours=False)
@@ -91,11 +102,25 @@ class Decoders:
         draft = None if policy == PLAIN else self._draft
         if policy != PLAIN and not options.get("graphs"):
             options["lookup"] = False
-        engine = Engine.from_pretrained(self._model, draft, policy, **options)
+        if isinstance(self.plain.target, HuggingFaceTarget):
+            engine = beside(self.plain, draft, policy, LoadOptions.of(options))
+        else:
+            engine = Engine.from_pretrained(self._model, draft, policy, **options)
         share_head(
             engine, [made.engine for made in self.made.values() if isinstance(made, EngineDecoder)]
         )
         return engine
+
+
+def beside(first: Engine, draft: Any, policy: str, options: LoadOptions) -> Engine:
+    """Return an engine with the weights of the first one's target and caches of its own."""
+    lm = cast(HuggingFaceTarget, first.target).lm
+    shared = type("Shared", (HuggingFaceTarget,), {"makes": staticmethod(lambda *_, **__: lm)})
+    target = shared(lm.model, captured=bool(options.graphs), strict=options.strict)
+    if policy == PLAIN:
+        return Engine(target, None, None, first.tokenizer)
+    drafter = loading.draft_for(target, first.tokenizer, draft, options)
+    return Engine(target, drafter, policies.make(policy), first.tokenizer)
 
 
 def share_head(engine: Engine, others: list[Engine]) -> None:

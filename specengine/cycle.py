@@ -425,7 +425,7 @@ class EagerDriver:
         return self.target.verify(tree)
 
     def prepare(self, sampler: Sampler) -> None:
-        """Prepare for a generation, after target and draft have taken in its prompt."""
+        """Prepare for cycles, after target and draft have taken in a prompt, or have moved to larger caches."""
 
 
 def longest_path(policy: TreePolicy) -> int:
@@ -554,8 +554,7 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
     driver = lane.driver
     began, model_seconds = time.perf_counter(), driver.model_seconds
     if lane.history.length > lane.room:
-        lane.room = min(lane.limit, 2 * lane.history.length)
-        make_room(driver, lane.room)
+        make_more_room(driver, lane)
     seconds = Seconds(captured=driver.captured)
     plan = REST if driver.policy is None or driver.budget == 1 else driver.policy.plan()
     if plan.rests or lane.source is None:
@@ -704,6 +703,13 @@ def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:
 def learns(policy: TreePolicy) -> bool:
     """Return whether the policy learns from cycles."""
     return type(policy).learn is not TreePolicy.learn
+
+
+def make_more_room(driver: EagerDriver, lane: Lane) -> None:
+    """Reserve caches for twice as many tokens as a text has, between two of its cycles."""
+    lane.room = min(lane.limit, 2 * lane.history.length)
+    make_room(driver, lane.room)
+    driver.prepare(lane.sampler)
 
 
 def make_room(driver: EagerDriver, tokens: int) -> None:

@@ -45,7 +45,7 @@ class PassCosts:
     overhead       cost of a drafted cycle besides its passes: both commits, and the extra cost of the first draft pass
     context        tokens in the cache for which `verify` and `draft` hold
     verify_growth, draft_growth  extra cost per further token in the cache, by number of nodes; empty: none
-    padded         every verification, and every draft pass, runs as many rows as the largest
+    padded         every verification of a tree, and every draft pass, runs as many rows as the largest
     chains         costs are of chains that are accepted whole, as every path of a tree is verified by a row of its
                    own, and an accepted part of one is run again
     experts        experts of the target, over all layers, that a verification of n nodes read when it was measured;
@@ -88,13 +88,14 @@ class PassCosts:
 
         context: tokens in the cache; contexts shorter than the measured one count as that one.
 
-        A padded table is flat: it holds for trees with at most `nodes` nodes and passes of at most `width` nodes.
+        A padded table is flat but for the root alone: it holds for trees with at most `nodes` nodes and passes of at
+        most `width` nodes.
         """
         require("nodes, width", (nodes, width), "1 or more each", min(nodes, width) >= 1)
         longer = max(0, context - self.context)
         return CostTable(
-            self._column(self.verify, self.verify_growth, nodes, longer),
-            self._column(self.draft, self.draft_growth, width, longer),
+            self._column(self.verify, self.verify_growth, nodes, longer, 2),
+            self._column(self.draft, self.draft_growth, width, longer, 1),
         )
 
     def beside(self, others: int, **shared: Any) -> SharedCosts:
@@ -146,10 +147,13 @@ class PassCosts:
         require("costs.experts", repr(dict(costs.experts))[:80], each, fits)
         return costs
 
-    def _column(self, base: Points, growth: Points, count: int, longer: int) -> Tensor:
+    def _column(
+        self, base: Points, growth: Points, count: int, longer: int, smallest: int
+    ) -> Tensor:
+        """Return costs of 0 to `count` rows; smallest: rows from which on they are flat if `padded`."""
         column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)
         if self.padded:
-            column[1:] = column[-1].clone()
+            column[smallest:] = column[-1].clone()
         return column.clamp(min=0)
 
 

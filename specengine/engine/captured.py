@@ -162,6 +162,12 @@ class CapturedDriver(EagerDriver):
             torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
         ]
 
+    @property
+    def rests(self) -> bool:
+        """Return whether the host may know that a tree is its root alone, which then takes one row."""
+        padded = self.branched or self.target.strict_rows or self.budget == 1
+        return self.passes > 0 and self._rule.plan().patience > 0 and not padded
+
     # ---- the functions of a cycle
 
     @property
@@ -217,10 +223,17 @@ class CapturedDriver(EagerDriver):
     ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
-    def _finish(self) -> None:
-        """Run the target over the tree, walk down, commit in both caches, write the record and set the next root."""
+    def _plain(self) -> None:
+        """Finish a tree that is its root alone, in one row."""
+        self._finish(1)
+
+    def _finish(self, rows: int = 0) -> None:
+        """Run the target over the tree, walk down, commit in both caches, write the record and set the next root.
+
+        rows: of the target's forward; 0: those of the largest tree.
+        """
         tree, longest = self.tree, self.longest
-        kept = self._kept()
+        kept = self._kept(rows or self.budget)
         verified = tree.subtree(kept)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
@@ -248,29 +261,32 @@ class CapturedDriver(EagerDriver):
         tree.tokens[:1].copy_(root)
         tree.restart()
 
-    def _kept(self) -> Nodes:
-        """Return the nodes to verify, `budget` wide on a device."""
+    def _kept(self, rows: int) -> Nodes:
+        """Return the nodes to verify, `rows` wide on a device."""
         ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
-        return Nodes(ids[: int(live)] if ops.is_free(live) else pad_to(ids, self.budget), live)
+        return Nodes(ids[: int(live)] if ops.is_free(live) else pad_to(ids, rows), live)
 
     # ---- a cycle, as the host starts it
 
-    def _grow(self) -> None:
-        """Replay the graphs of one tree. Where it is not one, the host reads after a part whether it was the last.
+    def _grow(self) -> str:
+        """Replay the graphs of one tree; return the name of the one that finishes it.
+
+        Where the tree is not one graph, the host reads after a part whether it was the last.
 
         After `first` it reads only if the last tree had no draft pass: a root pass for nothing is rarer than a wait.
         """
         if self.policy is None:
-            return
+            return "finish"
         if self.branched:
             self._run("tree")
-            return
+            return "finish"
+        alone = "plain" if self.rests else "finish"
         if self.policy.plan().patience:
             self._run("first")
             reads = not self._drafts or ops.is_free(self.frontier.live)
             if reads and not int(self.frontier.live):
                 self._drafts = False
-                return
+                return alone
         self._run("root")
         for number in range(1, self.passes):
             if self.policy.ends_early:
@@ -278,9 +294,10 @@ class CapturedDriver(EagerDriver):
                 live, *passes = torch.cat(read).tolist()  # of the first pass both at once: one wait
                 if not live:
                     self._drafts = number > 1 or passes[0] > 0
-                    return
+                    return "finish" if self._drafts else alone
             self._run("level")
         self._drafts = self.passes > 1
+        return "finish"
 
     def _run(self, name: str) -> Any:
         function: Callable[[], Any] = getattr(self, f"_{name}")
@@ -289,7 +306,7 @@ class CapturedDriver(EagerDriver):
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
         sampler = self._sampler
-        if name == "finish":
+        if name in ("finish", "plain"):
             return name + (
                 " truncated" if sampler.truncates else " sampled" if sampler.draws else " greedy"
             )
@@ -309,8 +326,8 @@ class CapturedDriver(EagerDriver):
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Put back what lasts longer than a tree, and leave the root alone."""
-        state = self.target.cache.filled, *self._lasting()
+        """Put back what lasts longer than a tree, and the root."""
+        state = self.target.cache.filled, self.tree.tokens[:1], *self._lasting()
         kept = [tensor.clone() for tensor in state]
         try:
             yield
@@ -372,17 +389,14 @@ class CapturedDriver(EagerDriver):
 
     def reserve(self, tokens: int) -> None:
         """Make room, also for the cycle that may run behind the last token and for the runs of a capture."""
-        most = tokens + self.budget + (WARM_UPS + 2) * self.unread
-        # every forward is padded
-        self.target.reserve(room(most + self.budget + self.target.strict_rows), 0)
+        longer = self.budget + (WARM_UPS + 2) * self.unread
+        slots, limit = tokens + longer, self.target.max_context + longer
+        rows = self.budget + self.target.strict_rows  # every forward is padded
+        self.target.reserve(room(slots + rows, limit + rows), 0)
         if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
-            reserve(
-                self.drafter,
-                room(most + nodes) - nodes - self.unread,
-                self.policy.capacity,
-                self.unread,
-            )
+            text = room(slots + nodes, limit + nodes) - nodes - self.unread
+            reserve(self.drafter, text, self.policy.capacity, self.unread)
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
@@ -393,9 +407,8 @@ class CapturedDriver(EagerDriver):
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()
             self.notes = [] if self.branched else [PARTS_NOTE]
-        self._capture(
-            *self._missing([*self._growth(), "finish" if self.serves(sampler) else "verify"])
-        )
+        ends = ["finish", *["plain"] * self.rests] if self.serves(sampler) else ["verify"]
+        self._capture(*self._missing([*self._growth(), *ends]))
 
     @torch.inference_mode()
     def warm_up(self, tokens: int) -> None:
@@ -409,9 +422,10 @@ class CapturedDriver(EagerDriver):
     def rehearse(self, root: int, count: int) -> dict[str, list[float]]:
         """Run greedy cycles below this token, behind what the caches hold, and undo each; return the seconds of parts.
 
-        Parts are `first`, `root`, `level`, `end` (what a tree takes behind its last level) and `finish`, each with the
-        host's reads before it. A cycle has one level, as wide as may be, whatever the policy thinks of it. Captures
-        what is not captured yet. Trees grow in graphs, if there are any, and no answer is under way.
+        Parts are `plain`, a cycle before the others, `first`, `root`, `level`, `end` (what a tree takes behind its last
+        level) and `finish`, each with the host's reads before it. A cycle has one level, as wide as may be, whatever
+        the policy thinks of it. Captures what is not captured yet. Trees grow in graphs, if there are any, and no
+        answer is under way.
         """
         self.prepare(Sampler())
         # passes of one graph have no times of their own
@@ -433,7 +447,11 @@ class CapturedDriver(EagerDriver):
         """Yield the parts of one cycle, as `_grow` and `_start` launch them, with marks before and behind them."""
         (ids, live), device, policy = self.frontier, self.tree.device, self.policy
         reads = policy is not None and policy.ends_early and not self.branched
-        began = ended = Mark(device)
+        began = Mark(device)
+        if self.rests:
+            self._run("plain")
+            yield "plain", began, (began := Mark(device))
+        ended = began
         if policy is not None:
             if policy.plan().patience:
                 self._run("first")
@@ -501,6 +519,7 @@ class CapturedDriver(EagerDriver):
             while lane.reason is None:
                 number += 1
                 sent = ahead
+                self._follow(lane)
                 if (
                     lane.stopper.left > 1 and not follows
                 ):  # the cycle under way gives one token at least
@@ -541,6 +560,12 @@ class CapturedDriver(EagerDriver):
             if isinstance(self.drafter, CapturedDrafter):
                 self.drafter.ended(tokens, drafted)
 
+    def _follow(self, lane: Lane) -> None:
+        """Move to larger caches where a text has come to the end of its room."""
+        if lane.history.length > lane.room:
+            with sharing(self.tree.device, self.target.running)():
+                cycle.make_more_room(self, lane)
+
     def _plant(self, token: int) -> None:
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)
@@ -550,9 +575,9 @@ class CapturedDriver(EagerDriver):
         device = self.tree.device
         with sharing(device, self.target.running)():  # on its device, if there are several
             began = Mark(device)
-            self._grow()
+            end = self._grow()
             drafted = Mark(device)
-            self._run("finish")
+            self._run(end)
             into = self._records[number % 2]
             into.copy_(self._record, non_blocking=True)
             # off CUDA a record of its own, as the device would have another memory

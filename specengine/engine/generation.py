@@ -17,7 +17,7 @@ from specengine.engine.parts import Drivers, EngineState, slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require, require_value
 from specengine.models import Target
-from specengine.ops.cuda_graphs import CaptureError, Graphs, sharing
+from specengine.ops.cuda_graphs import CaptureError, GraphMemoryError, Graphs, sharing
 from specengine.records import (
     Cycle,
     GenerationResult,
@@ -79,14 +79,18 @@ def serving(engine: EngineState) -> Iterator[None]:
 
 
 def run_eagerly(engine: EngineState, error: CaptureError) -> None:
-    """Run all cycles without graphs from here on. Raises the error of a capture where graphs were asked for."""
+    """Run all cycles without graphs from here on, or the next answer's where a capture found no memory.
+
+    Raises the error of a capture where graphs were asked for.
+    """
     recipe = engine.watch.recipe
     if recipe is None or recipe.options.graphs:
         raise error
-    engine.target.captured = False
-    engine.drivers.forget_graphs()
-    engine.notes = [*engine.notes, f"{error}; cycles run without graphs"]
     engine.reset()
+    if not isinstance(error, GraphMemoryError):
+        engine.target.captured = False
+        engine.drivers.forget_graphs()
+        engine.notes = [*engine.notes, f"{error}; cycles run without graphs"]
 
 
 def want(target: Target, drafter: Drafter | None) -> None:
@@ -105,6 +109,8 @@ def begin(
     except CaptureError as error:
         # and begin again below, as the error holds memory of the capture
         run_eagerly(engine, error)
+        if engine.target.captured:
+            request.stats.notes.append(f"{error}; this answer's cycles ran without graphs")
     return (
         yield from _begin(
             engine,
@@ -146,7 +152,7 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     on_device = request.sampler.reads_history or bool(request.stopper.criteria)
     most = len(request.prompt) + request.stopper.left
     driver = drivers.eager if drivers.captured is None else drivers.captured
-    room = min(most, len(request.prompt) + MIN_ROOM) if drivers.captured is None else most
+    room = min(most, len(request.prompt) + MIN_ROOM)
     history = History(request.prompt, room, target.device if on_device else torch.device("cpu"))
     lane = Lane(
         driver, request.sampler, request.stopper, history, stats, request.prompt[-1], room, most
@@ -542,10 +548,10 @@ def _scored(
             target.reset()
             target.reserve(len(tokens), 0)
         for first in range(0, len(tokens) - 1, SCORED_ROWS):
+            end = min(first + SCORED_ROWS, len(tokens) - 1)
             with sharing(target.device, target.running)():
-                yield from _rated(
-                    target, tokens, first, min(first + SCORED_ROWS, len(tokens) - 1), top
-                )
+                rated = _rated(target, tokens, first, end, top)
+            yield from rated  # not within, where a caller who pauses would hold up captures
 
 
 @torch.inference_mode()

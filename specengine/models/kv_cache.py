@@ -137,7 +137,10 @@ class KVCache:
 
     def _resize(self, capacity: int) -> None:
         """Have room for `capacity` slots, those that are committed or more."""
-        length, slabs = self.length, self.slabs
+        length = self.length
+        if not length:
+            self._allocate(1)  # gives memory back that the larger one may need
+        slabs = self.slabs
         self._allocate(capacity)
         for slab, before in zip(self.slabs, slabs, strict=True):
             slab[:, :, :, :length] = before[:, :, :, :length]

@@ -6,6 +6,7 @@ Elsewhere than on CUDA the same functions are called over the same buffers, with
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import warnings
@@ -19,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.errors import InputError, SpecEngineError, UnsupportedModelError
 
 T = TypeVar("T")
-MIN_SLOTS = 1024  # of a cache; it grows by doubling, as every growth means new captures
+MIN_SLOTS = 1024  # of a cache
 WARM_UPS = 2  # runs before a capture: kernels are loaded and compiled, workspaces allocated
 
 
@@ -30,9 +31,18 @@ class CaptureError(UnsupportedModelError):
     """Raised if a function cannot be captured as a graph. The process and its device stay usable."""
 
 
-def room(slots: int) -> int:
-    """Return the capacity of a cache for so many slots."""
-    return max(MIN_SLOTS, 1 << (slots - 1).bit_length())
+class GraphMemoryError(CaptureError, InputError):
+    """Raised if a capture found no memory. Later ones may find some."""
+
+
+def room(slots: int, limit: int | None = None) -> int:
+    """Return the capacity of a cache for these slots: up to an eighth more, as every growth means new captures.
+
+    limit: the slots that any text needs; None: unknown.
+    """
+    step = (1 << max(slots, MIN_SLOTS).bit_length()) // 16
+    capacity = max(MIN_SLOTS, -(-slots // step) * step)
+    return capacity if limit is None else max(slots, min(capacity, limit))
 
 
 @dataclass
@@ -121,7 +131,8 @@ class Graphs:
                 raise
             except Exception as error:  # of torch, of Triton, or of a model's own code
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise CaptureError(
+                short = isinstance(error, MemoryError) or "out of memory" in reason
+                raise (GraphMemoryError if short else CaptureError)(
                     f"graphs: {name} cannot be captured ({reason}); load with graphs=False"
                 ) from error
         self.seconds += time.perf_counter() - began
@@ -218,8 +229,12 @@ def clear_workspaces() -> None:
 
 
 def branches(device: torch.device) -> bool:
-    """Return whether a graph on this device can have parts that are run under a condition, from torch 2.13 on."""
-    return device.type == "cuda" and hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")
+    """Return whether graphs on this device are to have parts that are run under a condition, from torch 2.13 on.
+
+    Only where SPECENGINE_TREE_GRAPH=1 asks for it, as no device has run them.
+    """
+    asked = device.type == "cuda" and os.environ.get("SPECENGINE_TREE_GRAPH") == "1"
+    return asked and hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")
 
 
 @contextlib.contextmanager

@@ -13,12 +13,13 @@ import torch
 
 from bench import graphs as bench
 from bench import report
-from specengine import policies
+from specengine import Engine, policies
 from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import EngineDecoder
 from specengine.drafters.eagle import EagleDraft
 from specengine.errors import InputError
-from specengine.models.huggingface import CausalLM
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.options import LoadOptions
 from tests import toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,6 +214,24 @@ def test_heads_on_a_device_share_their_weights() -> None:
         heads = [engine.drafter.head.module.parameters() for engine in (first, second)]
         pairs = list(zip(*heads, strict=True))
         assert [one.data_ptr() == other.data_ptr() for one, other in pairs] == [shared] * len(pairs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_engines_run_the_layers_that_the_first_one_loaded(strict: bool) -> None:
+    """Merged and without a look for changed weights."""
+    lm = CausalLM(toy.tiny("llama"), merge=True)
+    target = HuggingFaceTarget(lm.model)
+    target.lm = lm
+    first = Engine(target, None, None, toy.byte_tokenizer())
+    for policy in ("plain", "chain"):
+        options = LoadOptions(graphs=True, strict=strict)
+        engine = bench.beside(first, "recycling", policy, options)
+        assert engine.target.lm is lm
+        assert lm._watch is None
+        assert engine.target.captured
+        assert bool(engine.target.strict_rows) == strict  # type: ignore[attr-defined]
+        assert engine.target.cache is not target.cache  # type: ignore[attr-defined]
+        assert (engine.drafter is None) == (policy == "plain")
 
 
 def test_waits_of_the_profiler_itself_are_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

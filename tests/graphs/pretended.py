@@ -609,6 +609,8 @@ def cuda(clock: Clock | None = None, *, branches: bool = False) -> Iterator[Devi
             patch.setattr(time, "perf_counter", clock.perf_counter)
         for name, stand_in in stands_for.items():
             patch.setattr(torch.cuda, name, stand_in)
+        if branches:
+            patch.setenv("SPECENGINE_TREE_GRAPH", "1")
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         patch.setattr(_registry, "_loaded", kernels)

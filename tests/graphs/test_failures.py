@@ -19,7 +19,7 @@ from torch import Tensor
 from specengine import Engine
 from specengine.costs import ASSUMED
 from specengine.costs.measuring import stored
-from specengine.engine.captured import CapturedDriver
+from specengine.engine.captured import NOTE, CapturedDriver
 from specengine.errors import InputError
 from specengine.ops import cuda_graphs as graphs
 from specengine.ops.cuda_graphs import CaptureError, Graphs
@@ -296,6 +296,48 @@ def test_a_capture_may_fail_while_costs_are_measured(
     assert found.token_ids == wanted
     assert asked == [True, False]
     assert [note for note in found.stats.notes if note.startswith("graphs: verify cannot")]
+
+
+@without_a_device
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("no")]
+)
+def test_a_capture_without_memory_makes_one_answer_eager(
+    device: pretended.Device, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, engine, record = expected("eagle"), loaded("eagle"), Graphs._record
+    failing = [error]
+
+    def scarce(self: Graphs, function: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return record(self, function)
+
+    monkeypatch.setattr(Graphs, "_record", scarce)
+    first, second = (engine.generate(PROMPT, **GREEDY) for _ in range(2))
+    assert first.token_ids == second.token_ids == wanted
+    notes = [note for note in first.stats.notes if note.startswith("graphs:")]
+    assert [note.endswith("; this answer's cycles ran without graphs") for note in notes] == [True]
+    assert NOTE in second.stats.notes
+    assert len([note for note in second.stats.notes if note.startswith("graphs:")]) == 1
+    assert engine.target.captured
+    assert engine.drivers.own.captured is not None
+
+
+@without_a_device
+def test_a_capture_without_memory_is_an_input_error_where_graphs_were_asked_for(
+    device: pretended.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loaded("eagle", graphs=True)
+
+    def scarce(self: Graphs, function: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphs, "_record", scarce)
+        with pytest.raises(InputError, match=r"graphs: root cannot .* \(CUDA out of memory. Tried"):
+            engine.generate(PROMPT, **GREEDY)
+    assert engine.generate(PROMPT, **GREEDY).token_ids == expected("eagle")
 
 
 # ---- how many are kept

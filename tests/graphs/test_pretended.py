@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specengine import Engine, ops
-from specengine.engine.captured import PARTS_NOTE
+from specengine import Engine, ops, policies
+from specengine.costs import PassCosts
+from specengine.engine import generation
+from specengine.engine.captured import PARTS_NOTE, CapturedDriver
 from specengine.errors import UnsupportedModelError
+from specengine.models import kv_cache
+from specengine.models.huggingface import CausalLM
 from specengine.ops import _registry
 from specengine.ops import cuda_graphs as graphs
 from specengine.ops.cuda_graphs import Graphs
@@ -73,6 +78,77 @@ def test_truncations_are_replayed(draft: str, policy: str) -> None:
         captures = check(draft, policy, together).captures
         assert captures["finish truncated"] == 1
         assert "verify" not in captures
+
+
+@pytest.mark.sliced(1)
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["device", "host"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_caches_that_grow_within_an_answer(
+    draft: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are captured again, between two cycles, and what lasts longer than a tree is as it was."""
+    monkeypatch.setattr(generation, "MIN_ROOM", 4)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 16)
+    monkeypatch.setattr(kv_cache, "GRANULE", 8)
+    captures = check(draft, "eagle", [options | {"max_new_tokens": 48}]).captures
+    assert min(captures.values()) > 1
+
+
+def test_a_large_limit_takes_no_memory_of_its_own() -> None:
+    with pretended.cuda():
+        engine = engine_of("small_model", "eagle", captured=True)
+        engine.target.max_context = 1 << 30
+        end = engine.generate(PROMPT, max_new_tokens=8).token_ids[5]
+        options: dict[str, Any] = {"max_new_tokens": 10**6, "eos_token_id": end}
+        assert engine.generate(PROMPT, **options).finish_reason == "stop"
+        assert engine.target.cache.capacity < 2048  # type: ignore[attr-defined]
+
+
+def test_capacities_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 1024)
+    for slots in (1, 1024, 1025, 2049, 8300, 33000, 131072, 131136):
+        capacity = graphs.room(slots)
+        assert slots <= capacity <= max(1024, slots * 9 / 8)
+        assert graphs.room(capacity) == capacity
+    assert graphs.room(131136, 131200) == 131200
+    assert graphs.room(900, 1000) == 1000
+    assert graphs.room(1100, 1000) == 1100
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_where_no_tree_pays_a_cycle_verifies_one_row(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in plain decoding, and not the rows of the largest tree."""
+    costs = PassCosts("a draft that never pays", {1: 1.0}, {1: 50.0})
+    policy = policies.make("auto", budget=8, width=3, max_passes=3, costs=costs)
+    ran, run = Counter[str](), CapturedDriver._run
+    rows, forward = dict[str, set[int]](), CausalLM.forward
+
+    def noted(self: CapturedDriver, name: str) -> Any:
+        ran[name] += 1
+        return run(self, name)
+
+    def counted(self: CausalLM, tree: Any, *given: Any, **more: Any) -> Any:
+        if self is engine.target.lm:
+            rows.setdefault(list(ran)[-1], set()).add(len(tree))
+        return forward(self, tree, *given, **more)
+
+    wanted = engine_of(draft, "eagle", captured=False).generate(PROMPT, max_new_tokens=9)
+    with pretended.cuda():
+        engine = engine_of(draft, "eagle", captured=True)
+        engine.policy = policy
+        engine.generate(PROMPT, max_new_tokens=3)  # captures
+        ran.clear()
+        monkeypatch.setattr(CapturedDriver, "_run", noted)
+        found = engine.generate(PROMPT, max_new_tokens=9)
+        assert (ran["plain"], ran["finish"], ran["root"]) == (9, 0, 0)
+        engine.drivers.own.captured.graphs.drop("plain greedy", "finish greedy")
+        ran.clear()
+        monkeypatch.setattr(CausalLM, "forward", counted)
+        engine.warmup(64)
+    assert found.token_ids == wanted.token_ids
+    assert (rows["plain"], rows["finish"]) == ({1}, {8})
 
 
 @pytest.mark.sliced(2)

@@ -136,6 +136,16 @@ def test_captures_and_cycles_take_their_turns(monkeypatch: pytest.MonkeyPatch) -
     assert not device._running
 
 
+@without_a_device
+def test_scores_that_nobody_reads_hold_up_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "reference")
+    with pretended.cuda():
+        scores = engine_of("small_model", "eagle", captured=True).score(PROMPT)
+        next(scores)
+        assert not turns(CUDA)._running
+        scores.close()
+
+
 @pytest.mark.gpu
 def test_engines_of_threads_capture_and_answer_at_once() -> None:
     """In a process of its own, as a capture that fails may ruin it."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from specengine.models.kv_cache import GRANULE, CacheLayout, KVCache
 from specengine.models.native import NativeTarget
@@ -43,6 +44,30 @@ def test_compact_equals_gather(length: int, rest: set[int]) -> None:
     assert torch.equal(cache.slab[:, :, :, :length], before[:, :, :, :length])
     gathered = before[:, :, :, [length + node for node in path]]
     assert torch.equal(cache.slab[:, :, :, length : cache.length], gathered)
+
+
+def test_an_empty_cache_grows_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is given back first; without enough for more it has a little."""
+    allocate, freed = KVCache._allocate, list[bool]()
+
+    def noted(self: KVCache, capacity: int) -> None:
+        if capacity > 1:
+            freed.append(slab.expired())
+        if capacity > 10 * GRANULE:
+            raise MemoryError
+        allocate(self, capacity)
+
+    for length in (0, 3):
+        cache = random_cache(length, 100)
+        slab = StorageWeakRef(cache.slab.untyped_storage())
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "_allocate", noted)
+            cache.reserve(2 * GRANULE)
+            assert freed.pop() == (length == 0)
+            with pytest.raises(MemoryError):
+                cache.reserve(100 * GRANULE)
+        assert cache.capacity == (2 if length else 1) * GRANULE
+        cache.commit([0])
 
 
 def test_every_slab_keeps_the_path() -> None:

@@ -211,9 +211,12 @@ def _rehearsed(cycles: SyntheticCycles, driver: Driver, seconds: float) -> PassC
 
 
 def _points(driver: Driver, parts: dict[str, float]) -> tuple[Points, Points]:
-    """Return the costs of the one size of verifications, and of the one size of draft passes."""
+    """Return the costs of a root alone and of the one size of trees, and of the one size of draft passes."""
     width = 1 if driver.policy is None else driver.policy.rows
-    return {driver.budget: parts["finish"]}, {width: parts["level"] or parts["root"]}
+    trees = {driver.budget: parts["finish"]}
+    if parts["plain"]:
+        trees = {1: parts["plain"], 2: parts["finish"]} | trees
+    return trees, {width: parts["level"] or parts["root"]}
 
 
 def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, float]:
@@ -222,7 +225,7 @@ def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, f
     A part that cycles do not have takes 0 seconds.
     """
     by_part: dict[str, list[float]] = {
-        name: [] for name in ("first", "root", "level", "end", "finish")
+        name: [] for name in ("plain", "first", "root", "level", "end", "finish")
     }
     while True:
         for name, times in driver.rehearse(cycles.root, REHEARSED).items():
@@ -530,12 +533,8 @@ class SyntheticCycles:
         if self.driver is not None:
             self.driver.reserve(tokens)
             return
-        if not self.target.captured:
-            self.target.reserve(tokens, MAX_NODES)
-        else:  # as in engine/captured.py: attention without a kernel of its own runs over all slots
-            self.target.reserve(
-                room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0
-            )
+        # as in engine/captured.py: attention without a kernel of its own runs over all slots
+        self.target.reserve(room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0)
         innermost: Any = self.drafter
         while hasattr(innermost, "inner"):  # unwrap
             innermost = innermost.inner

@@ -149,7 +149,7 @@ class CostModel:
 
     def observe_graphs(self, seconds: Seconds, passes: int) -> None:
         """Correct the costs of graphs: any tree takes as long to verify as any other, and any pass as any other."""
-        verify, draft = self.predicted.verify[1], self.predicted.draft[-1]
+        verify, draft = self.predicted.verify[-1 if passes else 1], self.predicted.draft[-1]
         self.corrections.verify.observe_all(verify, seconds.verify + seconds.walk, CORRECTION)
         expected = passes * draft + self.base.overhead if passes else 0.0
         self.corrections.draft.observe_all(
