@@ -342,6 +342,7 @@ class EagerDriver:
     """Runs the cycles of these parts without capture."""
 
     captured = False  # whether its times are those of graphs
+    prompt_rows = 1  # by which passes of the draft over a prompt are padded
 
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
         if policy is not None:

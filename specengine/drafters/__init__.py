@@ -67,12 +67,14 @@ class Hints(NamedTuple):
                  or the noise is known
     waits        whether a tree may be asked for late or never, so that a draft need not run the prompt before
     memory       of earlier texts, a TextMemory of csrc/spec/memory.hpp, or None
+    multiple     rows by which to pad passes over a prompt, for libraries that plan each number of rows anew
     """
 
     expected: Sequence[int] = ()
     temperature: float = 0.0
     waits: bool = False
     memory: Any = None
+    multiple: int = 1
 
 
 NO_HINTS = Hints()

@@ -198,6 +198,7 @@ class EagleDraft(RowDraft):
         ):  # the head's own temperatures suit a greedy target; a drawn token is less sure
             self._factors.copy_(1 / self._temperatures.clamp(min=hints.temperature))
         self.head.refresh()
+        self.head.multiple = hints.multiple
         before_features = len(prompt) - (0 if features is None else features.shape[0])
         if before_features > self.cached(prompt):
             raise InputError(

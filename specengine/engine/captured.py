@@ -21,7 +21,7 @@ from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
 from specengine.models import SharedRows
-from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.huggingface import PADDED_ROWS, HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import (
     WARM_UPS,
@@ -129,6 +129,7 @@ class CapturedDriver(EagerDriver):
     """
 
     captured = True
+    prompt_rows = PADDED_ROWS
     target: HuggingFaceTarget
 
     def __init__(

@@ -175,7 +175,8 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     if drafter is not None:
         waits = drivers.captured is None and (pool is None or rests) and len(before) <= MAX_WAITING
         with blaming(drafter, "begin"):
-            drafter.begin(before, features, hints._replace(waits=waits))
+            hints = hints._replace(waits=waits, multiple=driver.prompt_rows)
+            drafter.begin(before, features, hints)
         inner = innermost(drafter)
         drivers.eager.late = inner if waits and isinstance(inner, RowDraft) else None
     if pool is not None:

@@ -107,7 +107,9 @@ def tree_attention_forward(
     attended = prompt_attention(query, key, value, scaling, window)
     if attended is not None:
         return attended, None
-    if tree.before == 0 and query.shape[2] > 1 and window is None:
+    # not on a device, where torch may plan it anew for each length of a prompt
+    whole = tree.before == 0 and window is None and query.device.type == "cpu"
+    if whole and query.shape[2] > 1:
         return sdpa_attention_forward(
             module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
         )[0], None

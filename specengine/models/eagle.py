@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -432,6 +432,7 @@ class DraftHead(ABC):
     dtype         of its recurrent states
     target_ids    int64 [draft vocabulary], the target's token of each column of its logits; None: they are the same
     weights       modules whose weights it reads; reads: further tensors, which CUDA graphs read where they are
+    multiple      rows by which `extend` pads its rows
     """
 
     cache: KVCache
@@ -439,6 +440,7 @@ class DraftHead(ABC):
     target_ids: Tensor | None = None
     weights: tuple[nn.Module, ...] = ()
     reads: tuple[Tensor, ...] = ()
+    multiple = 1
 
     def __init__(
         self,
@@ -463,6 +465,8 @@ class DraftHead(ABC):
     def extend(self, features: Tensor, tokens: list[int]) -> None:
         """Run consecutive rows after the cache's, and commit them; features: the target's, [rows, features]."""
         device = self.cache.slab.device
+        padding = -len(tokens) % self.multiple
+        tokens, features = [*tokens, *[0] * padding], pad(features, (0, 0, 0, padding))
         for first in range(0, len(tokens), PREFILL_ROWS):
             ids = torch.tensor(
                 tokens[first : first + PREFILL_ROWS], device=device, dtype=torch.int64
@@ -472,6 +476,7 @@ class DraftHead(ABC):
             positions = torch.arange(end - len(ids), end, device=device, dtype=torch.int64)
             self._prefill(features[first : first + len(ids)], ids, positions)
             self.cache.length = end
+        self.cache.length -= padding
 
     @abstractmethod
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
@@ -578,7 +583,8 @@ class _PromptAttention:
         rows = key.shape[2]
         keys, values = self.slab[:, :, : self.before + rows]
         keys[:, self.before :], values[:, self.before :] = key[0], value[0]
-        if not self.before and (self.window is None or self.window >= rows):
+        whole = not self.before and (self.window is None or self.window >= rows)
+        if whole and query.device.type == "cpu":
             return causal(query, key, value)
         mask = Prompt(self.before).packed_mask(
             rows, query.shape[1] // key.shape[1], query, self.window

@@ -665,6 +665,13 @@ class HuggingFaceTarget(CachedTarget):
             : len(rows)
         ] if self._features else None
 
+    def _extend(self, tokens: list[int]) -> Tensor | None:
+        """Run the rest of a prompt; under graphs in rows of few numbers, as libraries plan each number anew."""
+        padding = -len(tokens) % PADDED_ROWS if self.captured else 0
+        features = super()._extend([*tokens, *[0] * padding])
+        self.cache.crop(self.cache.length - padding)
+        return features if features is None else features[: len(tokens)]
+
     def keep(self, path: Nodes) -> None:
         """Keep the accepted nodes of the tree verified last, as `commit` does. The caller sets `tokens` afterwards."""
         self.cache.keep(path)

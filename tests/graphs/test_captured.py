@@ -252,6 +252,26 @@ def test_a_long_prompt_and_ends_within_a_path() -> None:
         )
 
 
+def test_prompts_of_all_lengths_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries plan attention anew for each shape: of the target, and of the head."""
+    shapes, attend = set[Any](), torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: Any, key: Any, *rest: Any, **named: Any) -> Any:
+        shapes.add((query.shape, key.shape))
+        return attend(query, key, *rest, **named)
+
+    engine, plain = captured("eagle3", "eagle"), engine_of("none", "", captured=False)
+    prompts = [[(7 * place + count) % 90 + 5 for place in range(count)] for count in (20, 21, 37)]
+    wanted = [plain.generate(prompt, max_new_tokens=4).token_ids for prompt in prompts]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr("specengine.models.eagle.scaled_dot_product_attention", noted)
+    assert engine.generate(prompts[0], max_new_tokens=4).token_ids == wanted[0]
+    before = set(shapes)
+    assert [engine.generate(prompt, max_new_tokens=4).token_ids for prompt in prompts] == wanted
+    assert before
+    assert shapes == before
+
+
 def test_a_seed_beyond_int64() -> None:
     engine, eager = captured("eagle3", "eagle"), engine_of("eagle3", "eagle", captured=False)
     way = {"temperature": 0.7, "seed": 2**64 - 3}

@@ -17,7 +17,7 @@ from specengine.costs import PassCosts
 from specengine.engine import generation
 from specengine.engine.captured import PARTS_NOTE, CapturedDriver
 from specengine.errors import UnsupportedModelError
-from specengine.models import kv_cache
+from specengine.models import attention, eagle, kv_cache
 from specengine.models.huggingface import CausalLM
 from specengine.ops import _registry
 from specengine.ops import cuda_graphs as graphs
@@ -113,6 +113,21 @@ def test_capacities_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs.room(131136, 131200) == 131200
     assert graphs.room(900, 1000) == 1000
     assert graphs.room(1100, 1000) == 1100
+
+
+def test_prompts_on_a_device_run_by_our_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's would be planned anew for each length, of the target and of the head."""
+    wanted = answer(engine_of("eagle3", "eagle", captured=False), {})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's attention over a prompt")
+
+    with pretended.cuda():
+        engine = engine_of("eagle3", "eagle", captured=True)
+        engine.target.want(engine.drafter.traits.features)  # which looks at a token
+        monkeypatch.setattr(attention, "sdpa_attention_forward", refuse)
+        monkeypatch.setattr(eagle, "causal", refuse)
+        assert answer(engine, {}) == wanted
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
