@@ -23,7 +23,8 @@ MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024
 # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
 FEWER_BYTES = 200 * 1024
 MOST_SPLITS = 64
-MERGED_ROWS = 16  # rows per program of the merging kernel
+MERGED_ROWS = 4  # rows per program of the merging kernel
+AT_ONCE = tl.constexpr(16)  # splits that it reads without waiting for one in between
 LOG2_E = math.log2(math.e)
 
 
@@ -276,12 +277,18 @@ def _merge(
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.sum(tl.exp2(parts - shift[None, :]), 0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in tl.range(splits):
-        own = tl.load(partial_lse + split * step, mask=inside, other=float("-inf"))
-        written = (own > float("-inf"))[:, None] & (dims < HEAD)[None, :]
-        sums += tl.exp2(own - shift)[:, None] * tl.load(
-            partial + split * step * HEAD, mask=written, other=0.0
+    for first in tl.range(0, splits, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        there = (split < splits)[:, None] & inside[None, :]
+        own = tl.load(partial_lse[None, :] + split[:, None] * step, mask=there, other=float("-inf"))
+        weights = tl.exp2(own - shift[None, :])[:, :, None]
+        read = tl.load(
+            partial[None, :, :] + split[:, None, None] * step * HEAD,
+            mask=there[:, :, None] & (dims < HEAD)[None, None, :],
+            other=0.0,
         )
+        # what no split has written may be anything, NaN too
+        sums += tl.sum(tl.where(weights > 0, weights * read, 0.0), 0)
     sees = total > 0
     divisor = tl.where(sees, total, 1.0)
     node, head = row // GROUPS, kv_head * GROUPS + row % GROUPS

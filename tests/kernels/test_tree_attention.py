@@ -337,6 +337,13 @@ def test_any_words_lengths_and_cuts(data: st.DataObject) -> None:
     )
 
 
+def test_more_splits_than_are_merged_at_once(device: torch.device) -> None:
+    """Some have a tile and some none; what these would have written is NaN."""
+    case = case_of_tree(random_tree(6, 3), 16 * 20 + 3, size=16, heads=1, device=device)
+    for splits in (15, 16, 17, 33):
+        case.check(splits)
+
+
 def test_shipped_tiles_and_splits(device: torch.device) -> None:
     case_of_tree(random_tree(4, 11), 150, size=64, dtype=torch.float16, device=device).check(
         None, None
