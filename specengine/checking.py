@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
@@ -135,8 +135,7 @@ def certify(
     after a near-tie is found as well. If no seed is given, one is drawn.
     """
     for name in _NOT_COMPARABLE:
-        if options.get(name) is not None:
-            raise InputError(f"{name}: not supported in a comparison")
+        require_input(f"{name}: not supported in a comparison", options.get(name) is None)
     if options.get("seed") is None:
         options["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
     if reference is None:
@@ -187,11 +186,12 @@ def _judge(
 
 def near_tie_logits(target: Target) -> float:
     """Return the tolerance for the dtype of the target's weights. Raise InputError if none is known."""
-    if not isinstance(target, HuggingFaceTarget | NativeTarget):
-        raise InputError(f"tolerance: no default for a {type(target).__name__}, pass one")
+    require_input(
+        f"tolerance: no default for a {type(target).__name__}, pass one",
+        isinstance(target, HuggingFaceTarget | NativeTarget),
+    )
     dtype = target.dtype
-    if dtype not in NEAR_TIE_LOGITS:
-        raise InputError(f"tolerance: no default for {dtype}, pass one")
+    require_input(f"tolerance: no default for {dtype}, pass one", dtype in NEAR_TIE_LOGITS)
     return NEAR_TIE_LOGITS[dtype]
 
 

@@ -203,6 +203,12 @@ def refuse_misfits(
     require_intact(f"{what}; {'; '.join(listed)}", not listed)
 
 
+def require_input(reason: str, holds: bool) -> None:
+    """Raise InputError with this text unless `holds`."""
+    if not holds:
+        raise InputError(reason)
+
+
 def require_supported(reason: str, holds: bool) -> None:
     """Raise UnsupportedModelError with this text unless `holds`."""
     if not holds:

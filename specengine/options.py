@@ -23,6 +23,7 @@ from specengine.errors import (
     one_of,
     option,
     reader,
+    require_input,
     require_options,
     shown,
     whole,
@@ -216,11 +217,15 @@ def _device(device: Any) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(refusal) from error
-    if chosen.type not in DEVICES:
-        raise InputError(refusal)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device: cuda was asked for, but torch sees no CUDA device")
-    missing = {"mps": not torch.backends.mps.is_available(), "xpu": not torch.xpu.is_available()}
-    if missing.get(chosen.type, False):
-        raise InputError(f"device: {chosen.type} was asked for, but torch sees no such device")
+    require_input(refusal, chosen.type in DEVICES)
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "xpu": torch.xpu.is_available(),
+    }
+    require_input(
+        f"device: {chosen.type} was asked for, but torch sees no "
+        f"{'CUDA' if chosen.type == 'cuda' else 'such'} device",
+        present.get(chosen.type, True),
+    )
     return chosen

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from specengine.errors import (
     InputError,
     did_you_mean,
+    require_input,
     require_known,
     require_options,
     require_value,
@@ -90,10 +91,10 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
         and issubclass(value, base)
         and f"{value.__module__}.".startswith(f"{module.__name__}.")
     ]
-    if len(classes) != 1:
-        raise InputError(
-            f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(classes)}"
-        )
+    require_input(
+        f"{field}: {module.__name__} must define exactly one {base.__name__}, it has {len(classes)}",
+        len(classes) == 1,
+    )
     return classes[0]
 
 
@@ -111,8 +112,7 @@ def split_file(name: str) -> tuple[Path, str]:
 def _in_file(base: type[T], name: str, field: str) -> type[T]:
     """Return the class. Its module is imported once, under a name that ends in the file's, as a package's would."""
     file, cls = split_file(name)
-    if not file.is_file():
-        raise InputError(f"{field}: got {name}, but there is no file {file}")
+    require_input(f"{field}: got {name}, but there is no file {file}", file.is_file())
     full = f"{file.resolve().parent}.{file.stem}"
     module = sys.modules.get(full)
     if module is None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specengine.checkpoints import eagle, likeness
-from specengine.errors import InputError, require_intact
+from specengine.errors import InputError, require_input, require_intact
 from specengine.files import read_object, write_whole, writing
 from specengine.models.eagle import EagleConfig
 from specengine.models.kv_cache import LanguageModel
@@ -79,14 +79,14 @@ class Learnt:
                 f"learn: {folder / FILE} has another format than {FORMAT}; name another folder"
             )
         was, now = record["target"], begun["target"]
-        if {**was, "model": ""} != {**now, "model": ""}:
-            raise InputError(
-                f"learn: {folder} was begun for {was.get('model')!r}, got {now['model']!r}"
-            )
-        if record.get("base") != begun["base"]:
-            raise InputError(
-                f"learn: {folder} was begun with another head than {name}'s draft; name another folder"
-            )
+        require_input(
+            f"learn: {folder} was begun for {was.get('model')!r}, got {now['model']!r}",
+            {**was, "model": ""} == {**now, "model": ""},
+        )
+        require_input(
+            f"learn: {folder} was begun with another head than {name}'s draft; name another folder",
+            record.get("base") == begun["base"],
+        )
 
     def read(self) -> dict[str, Any]:
         """Return the record. InputError where it is damaged."""

@@ -45,6 +45,7 @@ from specengine.errors import (
     SpecEngineError,
     UnsupportedModelError,
     require,
+    require_input,
     require_supported,
     shown,
 )
@@ -478,8 +479,7 @@ def open_gguf(path: Path, dtype: Any, name: str | None = None) -> Opened:
 
     name: of the model; by default the file's.
     """
-    if not path.is_file():
-        raise InputError(f"model: {path} is not a file")
+    require_input(f"model: {path} is not a file", path.is_file())
     file = gguf.read(path, gguf.architecture_of)
     config = gguf.config(file)
     config.name_or_path = name = name or path.name

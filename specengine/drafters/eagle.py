@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specengine import registry
 from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import InputError, UnsupportedModelError, require_input
 from specengine.models import common_prefix
 from specengine.models.eagle import (
     DraftHead,
@@ -200,10 +200,10 @@ class EagleDraft(RowDraft):
         self.head.refresh()
         self.head.multiple = hints.multiple
         before_features = len(prompt) - (0 if features is None else features.shape[0])
-        if before_features > self.cached(prompt):
-            raise InputError(
-                f"features: missing for tokens {self.cached(prompt)} to {before_features} of {len(prompt)}"
-            )
+        require_input(
+            f"features: missing for tokens {self.cached(prompt)} to {before_features} of {len(prompt)}",
+            before_features <= self.cached(prompt),
+        )
         waiting = max(before_features - self.cache.length, 0)
         unread = torch.cat([rows[:waiting] for rows in (*self._unread, self._features)])[:waiting]
         if features is not None:

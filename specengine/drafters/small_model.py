@@ -18,6 +18,7 @@ from specengine.errors import (
     TokenizerMismatchError,
     UnsupportedModelError,
     did_you_mean,
+    require_input,
 )
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
@@ -228,10 +229,10 @@ class SmallModel(RowDraft):
             backend=options.backend if options.backend == "huggingface" else None,
         )
         model, own_tokenizer, _, is_own = checkpoints.pretrained.load_model(draft, loaded)
-        if torch.device(model.device) != target.device:
-            raise InputError(
-                f"draft: the model is on {model.device}, accepted {target.device}, the target's device"
-            )
+        require_input(
+            f"draft: the model is on {model.device}, accepted {target.device}, the target's device",
+            torch.device(model.device) == target.device,
+        )
         vocabulary = (
             model.vocab_size
             if isinstance(model, NativeLM)
@@ -239,11 +240,11 @@ class SmallModel(RowDraft):
         )
         alignment = None
         if tokenizer is None or own_tokenizer is None:
-            if vocabulary != target.vocab_size:
-                raise InputError(
-                    f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
-                    "both must be equal without two tokenizers to compare"
-                )
+            require_input(
+                f"draft: the vocabulary has {vocabulary} entries, the target's {target.vocab_size}; "
+                "both must be equal without two tokenizers to compare",
+                vocabulary == target.vocab_size,
+            )
         elif own_tokenizer.get_vocab() != tokenizer.get_vocab():
             if target.captured:
                 raise UnsupportedModelError(

@@ -24,7 +24,14 @@ from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
-from specengine.errors import CheckpointError, InputError, UnsupportedModelError, require, shown
+from specengine.errors import (
+    CheckpointError,
+    InputError,
+    UnsupportedModelError,
+    require,
+    require_input,
+    shown,
+)
 from specengine.models.configs import fixed_context
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.models.own_cache import OwnCacheTarget, target_of
@@ -283,8 +290,10 @@ def _checked(field: str, name: Any) -> Any:
 
 def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
     if policy == "plain":
-        if draft not in (None, *PLAIN):
-            raise InputError("draft: policy 'plain' decodes without a draft; leave one of them out")
+        require_input(
+            "draft: policy 'plain' decodes without a draft; leave one of them out",
+            draft in (None, *PLAIN),
+        )
         if options.policy_options:
             raise InputError("policy_options: policy 'plain' has no options")
     elif policy is not None and isinstance(draft, str) and draft in PLAIN:

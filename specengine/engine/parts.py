@@ -30,6 +30,7 @@ from specengine.errors import (
     EngineClosedError,
     InputError,
     require,
+    require_input,
     require_value,
     shown,
 )
@@ -187,8 +188,10 @@ class EngineState:
         require(
             "target", "none", "a Target; Engine.from_pretrained() loads one", target is not None
         )
-        if (drafter is None) != (policy is None):
-            raise InputError("policy, draft: give both, or neither for plain decoding")
+        require_input(
+            "policy, draft: give both, or neither for plain decoding",
+            (drafter is None) == (policy is None),
+        )
         self.target, self.drafter = target, drafter
         self.drivers = KeptDrivers(target, drafter, policy)
         self.tokenizer = tokenizer
@@ -237,10 +240,10 @@ class EngineState:
 
     @policy.setter
     def policy(self, policy: TreePolicy | None) -> None:
-        if policy is not None and self.drafter is None:
-            raise InputError(
-                "policy: this engine was loaded without a draft, so a policy has no effect"
-            )
+        require_input(
+            "policy: this engine was loaded without a draft, so a policy has no effect",
+            policy is None or self.drafter is not None,
+        )
         self.drivers.own = self.drivers.of(policy)
         if self.watch.recipe is not None:
             self.watch.recipe = dataclasses.replace(self.watch.recipe, policy=policy)
@@ -338,11 +341,11 @@ class Pool:
         if (need := bytes_held(engine, tokens, drafted)) > self.memory:
             _forget(engine)
             need = bytes_held(engine, tokens, drafted)
-        if need > self.memory:
-            raise InputError(
-                f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
-                f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer"
-            )
+        require_input(
+            f"max_new_tokens: {tokens} tokens of prompt and answer take {need / 1e6:.0f} MB of cache, accepted "
+            f"{self.memory / 1e6:.0f} MB for all texts at once; ask for fewer",
+            need <= self.memory,
+        )
         self.waiting[engine] = ticket
         try:
             while not self._make_room(engine, need):

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine import ops
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
@@ -674,8 +674,8 @@ def require_sizes(hidden_size: tuple[int, int], vocabulary: tuple[int, int]) -> 
     """Raise InputError unless the sizes that a draft was made for, which come first, are those of the target."""
     sizes = {"hidden size": hidden_size, "vocabulary": vocabulary}
     for name, (expected, actual) in sizes.items():
-        if expected != actual:
-            raise InputError(
-                f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
-                "target: specengine train draft FOLDER --target MODEL"
-            )
+        require_input(
+            f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
+            "target: specengine train draft FOLDER --target MODEL",
+            expected == actual,
+        )

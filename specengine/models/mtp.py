@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PretrainedConfig
 
-from specengine.errors import InputError, UnsupportedModelError, require_supported
+from specengine.errors import InputError, UnsupportedModelError, require_input, require_supported
 from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import NO_MEMORY, empty_model, family_of, with_buffers
 from specengine.models.eagle import DraftHead, require_sizes
@@ -381,10 +381,10 @@ class AssistantHead(DraftHead):
         types, needed = getattr(config, "layer_types", None) or [], set(text.layer_types)
         owners = list(range(len(types) - (getattr(config, "num_kv_shared_layers", 0) or 0)))
         last = {types[number]: number for number in owners}
-        if not needed <= last.keys():
-            raise InputError(
-                f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such"
-            )
+        require_input(
+            f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such",
+            needed <= last.keys(),
+        )
         slabs = dict[str, tuple[int, int]]()
         for kind in needed:
             number = last[kind]

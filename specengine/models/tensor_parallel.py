@@ -18,7 +18,13 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specengine import ops
-from specengine.errors import InputError, RankError, UnsupportedModelError, require_supported
+from specengine.errors import (
+    InputError,
+    RankError,
+    UnsupportedModelError,
+    require_input,
+    require_supported,
+)
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops.tree import TokenTree
 
@@ -42,10 +48,10 @@ def launched() -> bool:
 
 def require_launched() -> None:
     """Raise InputError if this process has no other ranks."""
-    if not launched():
-        raise InputError(
-            "tp_plan: this is the only process; start it by torchrun --nproc-per-node N, which sets WORLD_SIZE and RANK"
-        )
+    require_input(
+        "tp_plan: this is the only process; start it by torchrun --nproc-per-node N, which sets WORLD_SIZE and RANK",
+        launched(),
+    )
     if dist.is_available() and dist.is_initialized() and _TAKEN:
         raise InputError(
             "tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun"

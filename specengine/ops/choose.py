@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import defined
@@ -40,8 +40,7 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
         require("scores: float32 [V]", scores)
         run = kernels.keyed_gumbel_argmax[scores.device] or _drawn
     index = run(scores, seed & MASK64, position & MASK64)
-    if index < 0:
-        raise InputError("scores: none is finite, nothing can be drawn")
+    require_input("scores: none is finite, nothing can be drawn", index >= 0)
     return index
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import InputError
+from specengine.errors import require_input
 from specengine.ops._meanings import doubled, order_keys, padded, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.tree import Arrays, Nodes, Number, TokenTree, held, row_of
@@ -195,8 +195,7 @@ def mix_rows(
         levels, filler, kept = peaks - log_probs - logs, peaks + FAINT, logits
     mixed = torch.cat([kept, filler.to(logits.dtype).expand(-1, more)], 1)
     raised = torch.zeros(mixed.shape, dtype=torch.uint8, device=device)
-    if not all(0 <= place < mixed.numel() for place in places):
-        raise InputError(OUTSIDE)
+    require_input(OUTSIDE, all(0 <= place < mixed.numel() for place in places))
     index = torch.tensor(list(places), dtype=torch.int64, device=device)
     gains = torch.tensor(list(probabilities), dtype=torch.float32, device="cpu")
     flat, added = mixed.view(-1), gains.to(device).log() + levels[index // (columns + more), 0]

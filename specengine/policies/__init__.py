@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specengine import errors, registry
 from specengine.errors import InputError as InputError
-from specengine.errors import PolicyError, did_you_mean, kind_of, shown
+from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, shown
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 
@@ -169,10 +169,10 @@ def make(name: str, /, **options: Any) -> TreePolicy:
             f"{did_you_mean(preset, cls.presets)}"
         )
     policy = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
-    if policy.capacity > MAX_NODES:
-        raise InputError(
-            f"policy {name}: its trees could have {policy.capacity} nodes, accepted up to {MAX_NODES}"
-        )
+    require_input(
+        f"policy {name}: its trees could have {policy.capacity} nodes, accepted up to {MAX_NODES}",
+        policy.capacity <= MAX_NODES,
+    )
     return policy
 
 

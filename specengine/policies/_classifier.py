@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specengine import ops
-from specengine.errors import TRUTH, InputError, number, reader, whole
+from specengine.errors import TRUTH, InputError, number, reader, require_input, whole
 from specengine.files import atomic
 from specengine.policies import PerDevice
 
@@ -196,8 +196,9 @@ def load(kind: str, classifier: str) -> Classifier:
     """
     file = FOLDER / f"{kind}.safetensors" if classifier == "auto" else Path(classifier).expanduser()
     where = f"policy {kind}.classifier: {file}"
-    if not file.is_file():
-        raise InputError(f"{where} is not a file; train one with: {training_command(kind)}")
+    require_input(
+        f"{where} is not a file; train one with: {training_command(kind)}", file.is_file()
+    )
     try:
         state, facts = read(file)
     except UNREADABLE as error:

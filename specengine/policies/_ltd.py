@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from specengine import ops
-from specengine.errors import InputError, why_not_loaded
+from specengine.errors import InputError, require_input, why_not_loaded
 from specengine.policies import require, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read, write
 
@@ -211,11 +211,11 @@ def load(networks: str) -> Trained:
         FOLDER / f"{networks}.safetensors" if networks in shipped() else Path(networks).expanduser()
     )
     where = f"policy ltd.networks: {file}"
-    if not file.is_file():
-        raise InputError(
-            f"{where} is not a file, known are {', '.join(shipped())}; or train a pair with: "
-            "python -m research.ltd train"
-        )
+    require_input(
+        f"{where} is not a file, known are {', '.join(shipped())}; or train a pair with: "
+        "python -m research.ltd train",
+        file.is_file(),
+    )
     try:
         state, facts = read(file)
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
@@ -250,10 +250,10 @@ def _load_released(depth: Path, size: Path) -> Trained:
     a level's parents best first."""
     actors = {name: _actor(file, name) for name, file in (("depth", depth), ("size", size))}
     actions = len(actors["size"]["action_net.bias"]) if "action_net.bias" in actors["size"] else 24
-    if actions not in RELEASED_SIZES:
-        raise InputError(
-            f"policy ltd.networks: {size} has {actions} actions, accepted {' or '.join(map(str, RELEASED_SIZES))}"
-        )
+    require_input(
+        f"policy ltd.networks: {size} has {actions} actions, accepted {' or '.join(map(str, RELEASED_SIZES))}",
+        actions in RELEASED_SIZES,
+    )
     shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0, best_first=True)
     state = {
         f"{name}.{key}": tensor

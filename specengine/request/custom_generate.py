@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, require_input
 from specengine.records import SpeculativeOutput, Stats
 from specengine.request.configs import PROCESSED, Configured
 from specengine.request.options import IN_CONFIGS, GenerationOptions, Request
@@ -91,23 +91,25 @@ class CustomGenerate:
     def _check(
         self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]
     ) -> None:
-        if model is not getattr(self.engine.target, "model", None):
-            raise InputError(
-                "model: custom_generate was called by another model than the engine's target"
-            )
+        require_input(
+            "model: custom_generate was called by another model than the engine's target",
+            model is getattr(self.engine.target, "model", None),
+        )
         # before the batch, which transformers makes of beams
         Configured(config).refuse_unsupported(IN_CONFIGS | PROCESSED)
         _check_inputs(input_ids, inputs)
-        if config.prompt_lookup_num_tokens:
-            raise InputError(
-                "prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that"
-            )
+        require_input(
+            "prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that",
+            not config.prompt_lookup_num_tokens,
+        )
 
 
 def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
     """Raise InputError for model inputs other than one sequence of token ids without padding."""
-    if inputs.get("inputs_embeds") is not None:
-        raise InputError("inputs_embeds: not supported, pass input_ids; drafts are made of tokens")
+    require_input(
+        "inputs_embeds: not supported, pass input_ids; drafts are made of tokens",
+        inputs.get("inputs_embeds") is None,
+    )
     require(
         "input_ids",
         f"a batch of {input_ids.shape[0]}",
@@ -115,15 +117,15 @@ def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
         input_ids.shape[0] == 1,
     )
     mask = inputs.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise InputError(
-            "attention_mask: padded prompts are not supported, pass the prompt without padding"
-        )
+    require_input(
+        "attention_mask: padded prompts are not supported, pass the prompt without padding",
+        mask is None or bool(mask.all()),
+    )
     positions = inputs.get("position_ids")
-    if positions is not None and positions.flatten().tolist() != list(range(input_ids.shape[1])):
-        raise InputError(
-            "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding"
-        )
+    require_input(
+        "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding",
+        positions is None or positions.flatten().tolist() == list(range(input_ids.shape[1])),
+    )
     past = inputs.get("past_key_values")
     if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length()):
         raise InputError(

@@ -18,13 +18,13 @@ from specengine.errors import (
     NAMES,
     TRUTH,
     Declaration,
-    InputError,
     Reader,
     declared_in,
     number,
     option,
     reader,
     require,
+    require_input,
     require_value,
     whole,
 )
@@ -109,8 +109,7 @@ def check(options: DeclaredOptions) -> None:
         if declared.reader is not None and (value is not None or declared.reader is TRUTH):
             declared.reader.check(name, value)
     constraints = [name for name in CONSTRAINTS if getattr(options, name) not in (None, False)]
-    if len(constraints) > 1:
-        raise InputError(f"{', '.join(constraints)}: accepted one of them")
+    require_input(f"{', '.join(constraints)}: accepted one of them", len(constraints) <= 1)
 
 
 def _unless(value: Any) -> Callable[[Any], Any]:

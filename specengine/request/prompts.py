@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specengine.errors import ContextLengthError, InputError, require, require_value, shown
+from specengine.errors import (
+    ContextLengthError,
+    InputError,
+    require,
+    require_input,
+    require_value,
+    shown,
+)
 from specengine.registry import is_array, is_number, plain
 from specengine.request.templates import filled, filled_ids, fills_itself
 
@@ -58,8 +65,7 @@ def token_ids(  # noqa: PLR0913
     if tokenizer is not None:
         room.require("prompt", texts_in([prompt, tools, template]), tokenizer)
     ids = _encode(prompt, tokenizer, raw, allow_special_text, room, tools, template)
-    if not ids:
-        raise InputError("prompt: it is empty, at least one token is needed")
+    require_input("prompt: it is empty, at least one token is needed", ids != [])
     require_tokens("prompt", ids, vocab_size)
     if len(ids) >= max_context:
         message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
@@ -126,8 +132,7 @@ def _encode(
     if is_array(prompt):
         return _from_array(prompt)
     if isinstance(prompt, str):
-        if not prompt:
-            raise InputError("prompt: it is empty, at least one token is needed")
+        require_input("prompt: it is empty, at least one token is needed", prompt != "")
         _require(tokenizer, "a string prompt")
         _require_unicode("prompt", prompt)
         if raw or not getattr(tokenizer, "chat_template", None):
@@ -151,10 +156,10 @@ def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
     """Return the ids of a text by transformers' interface, or by an `encode` without its options."""
     if callable(tokenizer):
         return list(tokenizer(text, **options)["input_ids"])
-    if "split_special_tokens" in options:
-        raise InputError(
-            "allow_special_text: this tokenizer cannot tell special tokens from text, accepted True"
-        )
+    require_input(
+        "allow_special_text: this tokenizer cannot tell special tokens from text, accepted True",
+        "split_special_tokens" not in options,
+    )
     ids = tokenizer.encode(text)
     return list(getattr(ids, "ids", ids))  # those of the library tokenizers say more than ids
 

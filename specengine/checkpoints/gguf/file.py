@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from specengine.errors import CheckpointError, InputError, require_intact
+from specengine.errors import CheckpointError, InputError, require_input, require_intact
 
 _NUMBERS = {
     0: "u1",
@@ -86,8 +86,7 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
 
         Raises CheckpointError where the file has changed since it was opened, and InputError for an unknown name.
         """
-        if name not in self.tensors:
-            raise InputError(f"{self.path} has no tensor {name!r}")
+        require_input(f"{self.path} has no tensor {name!r}", name in self.tensors)
         return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1]))
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
