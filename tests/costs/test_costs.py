@@ -99,7 +99,7 @@ def test_each_token_of_context_adds_its_growth() -> None:
 
 def test_tables_of_padded_costs_are_flat() -> None:
     padded = costs_of(STEPS, padded=True)
-    assert padded.table(20, 1, 0).verify.tolist() == [0, *[2.0] * 20]
+    assert padded.table(20, 1, 0).verify.tolist() == [0, 1.0, *[2.0] * 19]
     assert padded.table(16, 1, 0).verify.tolist() == [0, *[1.0] * 16]
 
 

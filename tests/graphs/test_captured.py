@@ -311,7 +311,7 @@ def test_nothing_is_read_before_it_is_written(
     engine, eager = captured(draft, policy), engine_of(draft, policy, captured=False)
     grow = CapturedDriver._grow
 
-    def poisoned(self: CapturedDriver) -> None:
+    def poisoned(self: CapturedDriver) -> str:
         drafter = self.drafter
         for part in (self.target.cache, drafter.cache):
             part.slab[:, :, :, part.length :] = math.nan
@@ -324,7 +324,7 @@ def test_nothing_is_read_before_it_is_written(
         for array in (self.tree.log_probs, self.tree.path_log_probs):
             array[1:] = math.nan
         self.tree.parents[1:] = 0
-        grow(self)
+        return grow(self)
 
     monkeypatch.setattr(CapturedDriver, "_grow", poisoned)
     with frozen():

@@ -13,8 +13,8 @@ from tests.graphs.engines import DEVICE, frozen, model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_caches_grow_by_doubling() -> None:
-    assert [room(n) for n in (1, 1024, 1025, 5000)] == [1024, 1024, 2048, 8192]
+def test_caches_grow_by_an_eighth() -> None:
+    assert [room(n) for n in (1, 1024, 1025, 5000)] == [1024, 1024, 1152, 5120]
 
 
 def test_a_number_of_the_host_in_a_captured_function_is_seen() -> None:
