@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self, cast
 
 from specengine.batch.answering import Answered, failed
 from specengine.batch.lines import Item
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.files import require_same, unwritable
 
 Record = dict[str, Any]
@@ -219,23 +219,24 @@ class Files(Stream):
         head = [_parsed(line) for line in lines[:3]]
         kinds = [record.get("record") for record in head]
         if len(lines) < 2 and _begins(figures, _PROVENANCE):
-            if answers:
-                raise InputError(f"out: {self.out} exists without {self.stats}; name another file")
-            return 0, 0
-        if kinds[:2] != ["provenance", "settings"] or kinds[2:] not in ([], ["engine"]):
-            raise InputError(
-                f"out: {self.stats} was not written by `specengine batch`; name another file"
+            require_input(
+                f"out: {self.out} exists without {self.stats}; name another file", not answers
             )
+            return 0, 0
+        require_input(
+            f"out: {self.stats} was not written by `specengine batch`; name another file",
+            kinds[:2] == ["provenance", "settings"] and kinds[2:] in ([], ["engine"]),
+        )
         require_same("settings", self.out, head[1], self._head[1], tuple(head[1] | self._head[1]))
         *whole, torn = answers.split(b"\n")
         parsed = [*map(_parsed, whole), {"torn": True}]
         for place, line in enumerate([*whole, torn] if torn else whole):
-            if place >= len(self._items) or not (
-                parsed[place] and _begins(line, _beginning(self._items[place]))
-            ):
-                raise InputError(
-                    f"out: line {place + 1} of {self.out} is no answer of this run; name another file"
-                )
+            require_input(
+                f"out: line {place + 1} of {self.out} is no answer of this run; name another file",
+                place < len(self._items)
+                and bool(parsed[place])
+                and _begins(line, _beginning(self._items[place])),
+            )
         self._head = head
         self.done = min(len(whole), len(lines) - len(head))
         self.failures = sum(bool(answer.get("error")) for answer in parsed[: self.done])

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specengine.errors import InputError, did_you_mean, missing_extra, require_value, shown
+from specengine.errors import (
+    InputError,
+    did_you_mean,
+    missing_extra,
+    require_input,
+    require_value,
+    shown,
+)
 from specengine.files import lines_of
 from specengine.request.declared import declarations
 from specengine.request.options import GenerationOptions
@@ -67,16 +74,16 @@ def read(
     made of this and its place; system: a message before prompts and turns that are strings.
     """
     lines = [(number, line) for number, line in enumerate(lines_of(file), start=1) if line.strip()]
-    if not lines:
-        raise InputError(f"prompts: {file} has no prompts")
+    require_input(f"prompts: {file} has no prompts", bool(lines))
     items, seen = [], dict[str, int]()
     for place, (number, line) in enumerate(lines):
         where = f"{file}, line {number}"
         item = _item(place, number, _parsed(line, where), where, options, seed, system)
-        if (first := seen.setdefault(str(item.id), number)) != number:
-            raise InputError(
-                f"prompts: {where}: id: got {shown(item.id)}, the id of line {first}; ids must be unique"
-            )
+        first = seen.setdefault(str(item.id), number)
+        require_input(
+            f"prompts: {where}: id: got {shown(item.id)}, the id of line {first}; ids must be unique",
+            first == number,
+        )
         items.append(item)
     return Prompts(
         items, hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:32]
@@ -94,8 +101,10 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"prompts: {where} is not JSON ({error})") from error
     entry = {"prompt": entry} if isinstance(entry, str) else entry
-    if not isinstance(entry, dict) or len([kind for kind in KINDS if kind in entry]) != 1:
-        raise InputError(f"prompts: {where} is not {_FORMS}")
+    require_input(
+        f"prompts: {where} is not {_FORMS}",
+        isinstance(entry, dict) and len([kind for kind in KINDS if kind in entry]) == 1,
+    )
     kind = next(kind for kind in KINDS if kind in entry)
     elsewhere: tuple[str, ...] = ()
     accepted: tuple[str, ...]
@@ -197,8 +206,10 @@ def _read_request(entry: Mapping[str, Any]) -> tuple[str, Any]:
 def _options(given: Any) -> dict[str, Any]:
     require_value("options", given, "an object of options by name", isinstance(given, dict))
     for name in given:
-        if name not in LINE_OPTIONS:
-            raise InputError(f"options: unknown {shown(name)}, accepted: {', '.join(LINE_OPTIONS)}")
+        require_input(
+            f"options: unknown {shown(name)}, accepted: {', '.join(LINE_OPTIONS)}",
+            name in LINE_OPTIONS,
+        )
     return given
 
 

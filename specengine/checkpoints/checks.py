@@ -101,10 +101,11 @@ def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> Pr
         raise
     except Exception as error:  # a config class may raise anything over fields of another type
         raise unsupported(name, error, "its config.json cannot be read") from error
-    if _is_of_mlx(packed := getattr(config, "quantization_config", None)):
-        raise UnsupportedModelError(
-            f"model {str(name)!r}: quantization_config: got {shown(packed)}; {_OF_MLX}"
-        )
+    packed = getattr(config, "quantization_config", None)
+    require_supported(
+        f"model {str(name)!r}: quantization_config: got {shown(packed)}; {_OF_MLX}",
+        not _is_of_mlx(packed),
+    )
     refuse_nonsense(name, config)
     return config
 
@@ -174,12 +175,12 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
             for key, has in shapes.items()
             if has != expected[key]
         ]
-    if differing:
-        packed = f"; {_OF_MLX}" if _is_of_mlx(getattr(config, "quantization", None)) else ""
-        raise CheckpointError(
-            f"model {name!r}: its weights do not fit its config.json; of another shape: {', '.join(differing[:4])}"
-            f"{packed}"
-        )
+    packed = f"; {_OF_MLX}" if _is_of_mlx(getattr(config, "quantization", None)) else ""
+    require_intact(
+        f"model {name!r}: its weights do not fit its config.json; of another shape: {', '.join(differing[:4])}"
+        f"{packed}",
+        not differing,
+    )
 
 
 def _is_of_mlx(packing: Any) -> bool:
@@ -207,10 +208,9 @@ def wrapped(expected: Collection[str], stored: Iterable[str]) -> list[str]:
 
 
 def _require(name: str | Path, field: str, value: Any, accepted: str, holds: bool) -> None:
-    if not holds:
-        raise UnsupportedModelError(
-            f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}"
-        )
+    require_supported(
+        f"model {str(name)!r}: config.json: {field}: got {shown(value)}, accepted {accepted}", holds
+    )
 
 
 # ---- adapters of PEFT: transformers applies them, or they are refused by name

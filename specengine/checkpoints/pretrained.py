@@ -100,8 +100,8 @@ def load_model(
         isinstance(model, str | None | PreTrainedModel),
     )
     named = isinstance(model, str) and model != models.embedded.NAME
-    if named and (missing := why_absent(str(model), offline=options.offline)) is not None:
-        raise InputError(f"model: got {model!r:.300}, accepted a path or a Hub id; {missing}")
+    if named:
+        _require_there(str(model), options.offline)
     if not isinstance(model, PreTrainedModel):
         FILLERS.start()  # which takes as long as a small model's weights
     adapter = adapter_of(str(model), offline=options.offline) if named else None
@@ -130,6 +130,34 @@ def load_model(
                 f"model: {model} is a draft head, accepted a whole model; give it as draft="
             ) from error
         raise
+
+
+def check_model(name: str, *, offline: bool = False, trust_remote_code: bool = False) -> None:
+    """Raise the errors of loading a model that its name, config or GGUF header show; no weights are read.
+
+    InputError where there is no such model, UnsupportedModelError or CheckpointError where it can be none.
+    """
+    _require_there(name, offline)
+    if is_gguf(name):
+        gguf.read(Path(name)).close()
+    elif Path(name).exists():
+        adapter = adapter_of(name, offline=offline)
+        config_of(
+            name if adapter is None else adapter.base,
+            offline=offline,
+            trust_remote_code=trust_remote_code,
+        )
+        require(
+            "model",
+            f"{name!r:.300}",
+            "a folder with .safetensors or .bin files",
+            any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()),
+        )
+
+
+def _require_there(name: str, offline: bool) -> None:
+    missing = why_absent(name, offline=offline)
+    require("model", f"{name!r:.300}", f"a path or a Hub id; {missing}", missing is None)
 
 
 def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:

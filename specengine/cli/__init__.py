@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from specengine.cli.commands import FORMER, make_parser
 from specengine.cli.parser import RANKS
 from specengine.cli.terminal import OutputError, prepare, say, tell
-from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
+from specengine.errors import DrafterError, PolicyError, SpecEngineError, require_input
 
 SPLIT = ("generate", "chat", "serve")  # commands that run one engine
 
@@ -32,8 +32,10 @@ def main(arguments: Sequence[str] | None = None, ready: Callable[[], None] = lam
         )
         ready()
         model = parsed.loads(parsed)
-        if RANKS > 1 and parsed.run.partition(":")[0].rpartition(".")[2] not in SPLIT:
-            raise InputError(f"torchrun: accepted with the commands {', '.join(SPLIT)}")
+        require_input(
+            f"torchrun: accepted with the commands {', '.join(SPLIT)}",
+            RANKS == 1 or parsed.run.partition(":")[0].rpartition(".")[2] in SPLIT,
+        )
         if RANKS > 1 and os.environ.get("RANK", "0") != "0":
             return _follow(parsed)
         if model is not None:

@@ -13,7 +13,7 @@ from specengine.checking import Certificate, certify, huggingface_tokens
 from specengine.cli import given
 from specengine.cli.terminal import Progress, as_json, say
 from specengine.engine import Engine
-from specengine.errors import InputError, require
+from specengine.errors import require, require_input
 from specengine.files import writing
 
 VERDICTS = ("exact", "near-tie", "mismatch")
@@ -50,8 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _engines(arguments: argparse.Namespace) -> tuple[Engine, dict[str, Engine]]:
     """Return the plain engine and one per policy. They take turns, so they share one target and one draft."""
     names: list[str | None] = list(dict.fromkeys(arguments.policy or [None]))
-    if arguments.policy_option and len(names) > 1:
-        raise InputError("policy_option: give it with one --policy, or run once per policy")
+    require_input(
+        "policy_option: give it with one --policy, or run once per policy",
+        len(names) == 1 or not arguments.policy_option,
+    )
     drafting = [name for name in names if name != "plain"]
     shapes = {name: policies.make(name) for name in drafting[1:] if name is not None}
     loaded = drafting[0] if drafting else "plain"
@@ -137,8 +139,10 @@ def _row(
 
 
 def _conversations(arguments: argparse.Namespace) -> list[given.Turns]:
-    if arguments.prompt and arguments.prompts:
-        raise InputError("prompts: give prompts or a file of them, not both")
+    require_input(
+        "prompts: give prompts or a file of them, not both",
+        not (arguments.prompt and arguments.prompts),
+    )
     require("limit", arguments.limit, "1 or more", arguments.limit is None or arguments.limit >= 1)
     found = (
         given.read_prompts(arguments.prompts)
@@ -146,6 +150,5 @@ def _conversations(arguments: argparse.Namespace) -> list[given.Turns]:
         else ([text] for text in arguments.prompt or PROMPTS)
     )
     conversations = list(islice(found, arguments.limit))
-    if not conversations:
-        raise InputError(f"prompts: {arguments.prompts} has no prompts")
+    require_input(f"prompts: {arguments.prompts} has no prompts", bool(conversations))
     return conversations

@@ -139,6 +139,7 @@ def add_serve(parser: Parser) -> None:
     declare(
         group,
         {
+            "--config": file("options in TOML, as port = 8001; the command line wins"),
             "--api-key-file": file(
                 "file of such tokens, one a line, which nobody else should read; # begins a comment"
             ),

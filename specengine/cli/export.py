@@ -10,7 +10,7 @@ from specengine.checkpoints.eagle import Verifier, head_folder, save_head, write
 from specengine.cli import given
 from specengine.cli.commands import FORMATS
 from specengine.cli.terminal import say
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, require_input
 from specengine.models.eagle import EagleConfig, require_shape
 
 
@@ -24,10 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
         "a new or an empty folder",
         not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
     )
-    if arguments.tokens is not None and not layout.names_target:
-        raise InputError(
-            "tokens: the eagle format has no field for it; set it when you start the engine"
-        )
+    require_input(
+        "tokens: the eagle format has no field for it; set it when you start the engine",
+        arguments.tokens is None or layout.names_target,
+    )
     source, shipped_for = _source(arguments)
     head = given.load_head(source, arguments)
     target = arguments.target or (shipped_for if layout.names_target else None)
@@ -54,8 +54,10 @@ def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
     if shipped is not None and not Path(arguments.head).is_dir():
         return shipped, models.embedded.NAME
     folder = head_folder(arguments.head, offline=arguments.offline)
-    if folder is None and arguments.head in names:
-        raise InputError(f"head: {models.embedded.missing_head(models.embedded.NAME)}")
+    require_input(
+        f"head: {models.embedded.missing_head(models.embedded.NAME)}",
+        folder is not None or arguments.head not in names,
+    )
     if folder is None:
         raise InputError(
             f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}"
@@ -71,8 +73,8 @@ def _fitted(
     InputError where the head was made for another, UnsupportedModelError where the target's config cannot be had.
     """
     name = models.resolve(target, offline=arguments.offline)
-    if (reason := why_absent(name, offline=arguments.offline)) is not None:
-        raise InputError(f"target: {target}: {reason}")
+    reason = why_absent(name, offline=arguments.offline)
+    require_input(f"target: {target}: {reason}", reason is None)
     config = config_of(
         name, offline=arguments.offline, trust_remote_code=arguments.trust_remote_code
     )

@@ -25,6 +25,7 @@ from specengine.errors import (
     UnsupportedModelError,
     declared_in,
     require,
+    require_input,
 )
 from specengine.files import MARK, cache_problem, lines_of, read_text
 from specengine.records import StreamPiece
@@ -194,10 +195,10 @@ def messages(arguments: argparse.Namespace) -> list[dict[str, str]]:
 
 def as_prompt(before: list[dict[str, str]], text: str, *, raw: bool) -> Prompt:
     """Return the turn `text` after the messages before it, or the text alone where there are none."""
-    if before and raw:
-        raise InputError(
-            "raw: system messages and further turns need the chat template, leave out --raw"
-        )
+    require_input(
+        "raw: system messages and further turns need the chat template, leave out --raw",
+        not (before and raw),
+    )
     return [*before, {"role": "user", "content": text}] if before else text
 
 

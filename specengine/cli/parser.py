@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +41,10 @@ class Parser(argparse.ArgumentParser):
             if name in args:
                 return mode.parse_known_args([word for word in args if word != name], namespace)
         parsed, unread = super().parse_known_args(args, namespace)
+        if "--config" in self._option_string_actions and parsed.config is not None:
+            parsed, unread = super().parse_known_args(
+                [*self._configured(parsed, args), *args], namespace
+            )
         if unread:  # of this command: what stands after it is its own
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             meant = next(
@@ -48,6 +53,26 @@ class Parser(argparse.ArgumentParser):
             )
             self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
         return parsed, unread
+
+    def _configured(self, parsed: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+        """Yield what a TOML file of options is on the command line, without the options that `words` have."""
+        try:
+            values = tomllib.loads(parsed.config.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            self.error(f"config: {parsed.config} cannot be read ({error})")
+        # MODEL may stand there without its flag
+        present = {word.partition("=")[0] for word in [*words, *["--model"] * bool(parsed.model)]}
+        for name, value in values.items():
+            if (action := self._option_string_actions.get(flag(name))) is None:
+                meant = did_you_mean(flag(name), self._option_string_actions)
+                self.error(f"config: {parsed.config}: unknown option {name!r}{meant}")
+            if present.isdisjoint(action.option_strings):
+                switch = flag(name if value else f"no_{name}")
+                if action.nargs == 0 and isinstance(value, bool):
+                    yield from [switch] * (switch in action.option_strings)
+                else:
+                    for each in value if isinstance(value, list) else [value]:
+                        yield f"{flag(name)}={each}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if (

@@ -15,11 +15,12 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
 
 from specengine.checkpoints import embedded
+from specengine.checkpoints.pretrained import check_model
 from specengine.cli import given, learn
 from specengine.cli.commands import SERVING
 from specengine.cli.terminal import say
 from specengine.engine import Engine
-from specengine.errors import InputError, missing_extra, require
+from specengine.errors import InputError, missing_extra, require, require_input
 from specengine.files import cache_dir
 from specengine.protocol.problems import RequestError
 from specengine.protocol.settings import Settings, is_loopback, require_key
@@ -44,6 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     scale = given.replicas(arguments)
     first, *others = models
+    for path in models.values():
+        if path not in (None, embedded.NAME):
+            check_model(
+                str(path),
+                offline=bool(arguments.offline),
+                trust_remote_code=bool(arguments.trust_remote_code),
+            )
     recipe = dataclasses.replace(given.recipe(arguments), model=models[first])
 
     def listening(address: str) -> None:
@@ -58,9 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             own=path in (None, embedded.NAME),
         )
 
-    if others:
-        require("replicas", "several", "1, with several models", scale is None)
-        require("learn", str(arguments.learn), "one model", arguments.learn is None)
+    require("replicas", "several", "1, with several models", not others or scale is None)
+    require("learn", str(arguments.learn), "one model", not others or arguments.learn is None)
     if scale is None:
         # set in each model's thread: one that begins while another answers would take over the one thread of that
         threads = torch.get_num_threads()
@@ -69,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
             for name, path in models.items()
         ]
         server.run(served, settings, listening, functools.partial(learn.beside, recipe))
-        return 0
-    from specengine.serve import front
+    else:
+        from specengine.serve import front
 
-    front.run(functools.partial(loader, models[first]), settings, scale, listening)
+        front.run(functools.partial(loader, models[first]), settings, scale, listening)
     return 0
 
 
@@ -112,8 +119,9 @@ def templated(load: Callable[[], Engine], template: str | None, *, own: bool = F
     engine = load()
     tokenizer = engine.tokenizer
     if template is not None:
-        if not hasattr(tokenizer, "chat_template"):
-            raise InputError("chat_template: this model's tokenizer takes none")
+        require_input(
+            "chat_template: this model's tokenizer takes none", hasattr(tokenizer, "chat_template")
+        )
         tokenizer.chat_template = template
     elif own:
         try:

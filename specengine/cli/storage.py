@@ -13,7 +13,7 @@ from specengine.checkpoints import likeness
 from specengine.checkpoints.embedded import cache_folder_errors
 from specengine.cli.commands import KEPT
 from specengine.cli.terminal import as_json, say
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.files import cache_dir
 
 ABOUT = {  # of the cache folder's own folders
@@ -74,10 +74,10 @@ def run_clean(arguments: argparse.Namespace) -> int:
 
 
 def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise InputError(
-            "yes: standard input is no terminal to ask at; pass --yes to delete what is listed"
-        )
+    require_input(
+        "yes: standard input is no terminal to ask at; pass --yes to delete what is listed",
+        sys.stdin.isatty(),
+    )
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.errors import InputError, require, require_input
+from specengine.errors import InputError, require
 from specengine.files import read_text
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ class PassCosts:
     @classmethod
     def from_dict(cls, content: Any) -> PassCosts:
         """Read the dict of `to_dict`. Raise InputError naming a field that is missing, unknown or of another type."""
-        require_input(
-            f"costs: got {type(content).__name__}, accepted an object", isinstance(content, Mapping)
-        )
+        require("costs", type(content).__name__, "an object", isinstance(content, Mapping))
         fields = {item.name: item for item in dataclasses.fields(cls)}
         for name in content.keys() - fields.keys():
             raise InputError(f"costs.{name}: unknown, known are {', '.join(fields)}")

@@ -87,10 +87,10 @@ def why(error: Exception) -> str:
 def family_of(config: PretrainedConfig) -> Family:
     """Return the family of a model; UnsupportedModelError where there is none of its type."""
     by_type = families.known()
-    if config.model_type not in by_type:
-        raise UnsupportedModelError(
-            f"native: model type {config.model_type}, known are {', '.join(by_type)}"
-        )
+    require_supported(
+        f"native: model type {config.model_type}, known are {', '.join(by_type)}",
+        config.model_type in by_type,
+    )
     return by_type[config.model_type]
 
 

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PretrainedConfig
 
-from specengine.errors import InputError, UnsupportedModelError, require_input, require_supported
+from specengine.errors import (
+    UnsupportedModelError,
+    require_input,
+    require_supported,
+)
 from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import NO_MEMORY, empty_model, family_of, with_buffers
 from specengine.models.eagle import DraftHead, require_sizes
@@ -400,12 +404,10 @@ class AssistantHead(DraftHead):
             slab, number = slabs[kind]
             keys, reader = self._keeper.cache.layer(number, slab=slab)[0], layer.self_attn
             heads, size = keys.shape[1], keys.shape[3]
-            if (
-                reader.head_dim != size
-                or reader.num_key_value_groups * heads != text.num_attention_heads
-            ):
-                raise InputError(
-                    f"draft: the assistant reads heads of {reader.head_dim} channels, "
-                    f"the target keeps {heads} of {size}"
-                )
+            require_input(
+                f"draft: the assistant reads heads of {reader.head_dim} channels, "
+                f"the target keeps {heads} of {size}",
+                reader.head_dim == size
+                and reader.num_key_value_groups * heads == text.num_attention_heads,
+            )
         return slabs

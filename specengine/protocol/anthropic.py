@@ -10,7 +10,7 @@ from pydantic import Field
 from specengine.protocol.completion import Completion
 from specengine.protocol.messages import Body, text_at, text_of_part, without_empty
 from specengine.protocol.parts import Part, Thought
-from specengine.protocol.problems import refused
+from specengine.protocol.problems import require_request
 from specengine.protocol.replies import OneReply, sse
 from specengine.protocol.requests import MAX_TOKENS, ChatRequest, WithTools, base_of
 from specengine.protocol.tools import ToolCall
@@ -200,8 +200,11 @@ def _format(body: _Asked) -> dict[str, Any] | None:
     stated = body.output_format or (body.output_config or {}).get("format")
     if not stated:
         return None
-    if not isinstance(stated, dict) or stated.get("type") != "json_schema":
-        raise refused("output_config.format", "accepted type 'json_schema'")
+    require_request(
+        "output_config.format",
+        "accepted type 'json_schema'",
+        isinstance(stated, dict) and stated.get("type") == "json_schema",
+    )
     return {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": stated.get("schema")},

@@ -66,6 +66,7 @@ class CompletionBody(Declared, CommonFields, Unread):
     t_max_predict_ms: float | None = None
     repeat_penalty: float | None = None
     response_fields: list[str] | None = None
+    return_progress: bool | None = None
 
 
 class InfillBody(CompletionBody):
@@ -99,6 +100,7 @@ def completion_of(body: CompletionBody) -> CompletionRequest:
         "repetition_penalty": body.repeat_penalty,
         "stop": body.stop,
         "stream": body.stream,
+        "return_progress": body.return_progress,
     }
     completion = CompletionRequest.model_validate(fields | declared_values(body))
     if not isinstance(body, InfillBody):
@@ -126,6 +128,9 @@ class InfillReply(OneReply):
         text = text_of_parts(self.parts.push(piece.text, piece.answer.passed))
         if text:
             yield sse({"index": 0, "content": text, "tokens": piece.tokens, "stop": False})
+
+    def progress(self, figures: dict[str, Any]) -> bytes:
+        return sse({"index": 0, "content": "", "stop": False, "prompt_progress": figures})
 
     def end(self, place: int, answer: Completion) -> Iterator[bytes]:
         yield sse(self._said(text_of_parts(self.parts.end(answer.reason)), answer))

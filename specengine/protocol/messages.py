@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from specengine.protocol.problems import RequestError, refused
+from specengine.protocol.problems import RequestError, require_request
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Fields that clients keep with a message, and that say nothing to the model.
@@ -25,6 +25,13 @@ class Body(BaseModel):
     """A JSON object whose values are taken as they are: without conversions, and without further fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raise ValueError with the first of these messages whose condition holds."""
+    for message, holds in problems.items():
+        if holds:
+            raise ValueError(message)
 
 
 def without_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,8 +60,7 @@ def text_at(
     """
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise refused(place, f"accepted a string or a list of {noun}")
+    require_request(place, f"accepted a string or a list of {noun}", isinstance(content, list))
     return "".join(
         text_of_part(f"{place}[{at}]", part, fields, accepted) for at, part in enumerate(content)
     )
@@ -63,10 +69,9 @@ def text_at(
 def text_of_part(place: str, part: Any, fields: Mapping[str, str], accepted: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     name = fields.get(kind) if isinstance(kind, str) else None
-    if name is None:
-        raise refused(f"{place}.type", f"got {kind!r:.60}, accepted {accepted}")
-    if not isinstance(text := part.get(name), str):
-        raise refused(f"{place}.{name}", "accepted a string")
+    require_request(f"{place}.type", f"got {kind!r:.60}, accepted {accepted}", name is not None)
+    text: str = part.get(name)
+    require_request(f"{place}.{name}", "accepted a string", isinstance(text, str))
     return text
 
 
@@ -119,8 +124,7 @@ class Message(Body, extra="allow"):
                 value is nothing or value == nothing for nothing in _NOTHING
             ):
                 raise ValueError(f"{name:.60}: not supported by this server")
-        if self.content is None and self.role not in ("assistant", "tool"):
-            raise ValueError("content: needed")
+        refuse({"content: needed": self.content is None and self.role not in ("assistant", "tool")})
         return self
 
     @property

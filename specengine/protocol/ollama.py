@@ -9,7 +9,7 @@ from pydantic import Field
 from specengine.protocol.completion import Completion
 from specengine.protocol.messages import Body, without_empty
 from specengine.protocol.parts import Part, calls_of, text_of_parts, thoughts_of
-from specengine.protocol.problems import RequestError
+from specengine.protocol.problems import require_request
 from specengine.protocol.replies import LINES, OneReply, line
 from specengine.protocol.requests import (
     MAX_LOGPROBS,
@@ -194,10 +194,11 @@ def _message(turn: Turn) -> dict[str, Any]:
 def _fields(body: _Asked) -> dict[str, Any]:
     options = body.options or Options.model_validate({})
     most = options.num_predict
-    if isinstance(body.format, str) and body.format not in ("", "json"):
-        raise RequestError(
-            400, f"format: got {body.format!r:.60}, accepted 'json' or a JSON schema", "format"
-        )
+    require_request(
+        "format",
+        f"got {body.format!r:.60}, accepted 'json' or a JSON schema",
+        not isinstance(body.format, str) or body.format in ("", "json"),
+    )
     schema = (
         {"type": "json_schema", "schema": body.format}
         if isinstance(body.format, dict)

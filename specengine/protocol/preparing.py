@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from specengine.errors import ContextLengthError, InputError, require
 from specengine.protocol.messages import is_empty
 from specengine.protocol.parts import THOUGHT_MARKS
-from specengine.protocol.problems import RequestError
+from specengine.protocol.problems import RequestError, require_request
 from specengine.protocol.requests import (
     ChatRequest,
     CompletionRequest,
@@ -495,10 +495,12 @@ def calls_grammar(
         and (answer is None or not hermes)
     ):
         return None
-    if not hermes:
-        name = "tool_choice" if choice not in (None, "auto") else "tools"
-        message = f"{name}: calls can be forced, and kept to their schema, where they are written as {Hermes.title}"
-        raise RequestError(400, message, name, "unsupported_field")
+    require_request(
+        "tool_choice" if choice not in (None, "auto") else "tools",
+        f"calls can be forced, and kept to their schema, where they are written as {Hermes.title}",
+        hermes,
+        "unsupported_field",
+    )
     added = tokenizer.get_added_vocab()
     opening, closing = (tag if tag in added else json.dumps(tag) for tag in (OPENING, CLOSING))
     end = time.monotonic() + MAX_SECONDS

@@ -102,9 +102,10 @@ def anthropic_error(problem: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
 
-def refused(place: str, message: str) -> RequestError:
-    """Return the error for the value at a place of the request."""
-    return RequestError(400, f"{place}: {message}", place)
+def require_request(place: str, message: str, holds: bool, code: str | None = None) -> None:
+    """Raise RequestError for the value at a place of the request unless `holds`."""
+    if not holds:
+        raise RequestError(400, f"{place}: {message}", place, code)
 
 
 def unavailable(state: str, *why: object) -> RequestError:

@@ -172,6 +172,10 @@ class Reply:
         """Yield what comes before the first piece of an answer."""
         raise NotImplementedError
 
+    def progress(self, figures: dict[str, Any]) -> bytes:
+        """Return what tells how much of the prompt has been read."""
+        raise NotImplementedError
+
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
         raise NotImplementedError
 
@@ -383,6 +387,9 @@ class OpenAIReply(Reply):
                     answer.prompt_ids
                 )
             yield sse(chunk)
+
+    def progress(self, figures: dict[str, Any]) -> bytes:
+        return sse(self._chunk([]) | {"prompt_progress": figures})
 
     def piece(self, place: int, piece: Piece) -> Iterator[bytes]:
         extra = piece.extra

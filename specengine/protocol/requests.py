@@ -26,6 +26,7 @@ from specengine.protocol.messages import (
     Body,
     Content,
     Message,
+    refuse,
     text_at,
     without_empty,
 )
@@ -70,10 +71,8 @@ class FunctionTool(Body, extra="allow"):
     @classmethod
     def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
         kinds = (schema or {}).get("type", "object")
-        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise ValueError(
-                f"type: got {kinds!r:.60}, accepted 'object', because arguments are given by name"
-            )
+        problem = f"type: got {kinds!r:.60}, accepted 'object', because arguments are given by name"
+        refuse({problem: "object" not in (kinds if isinstance(kinds, list) else [kinds])})
         return schema
 
 
@@ -111,14 +110,18 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _schema_where_named(self) -> Self:
-        if self.json_schema is not None and (self.type != "json_schema" or self.given is not None):
-            raise ValueError(
-                "a json_schema is accepted with type 'json_schema', without another schema"
-            )
-        if self.type == "json_schema" and self.json_schema is None and self.given is None:
-            raise ValueError("a json_schema is needed with type 'json_schema'")
-        if self.type == "text" and self.given is not None:
-            raise ValueError("a schema is accepted with type 'json_object' or 'json_schema'")
+        named, has_schema = self.json_schema is not None, self.given is not None
+        typed = self.type == "json_schema"
+        refuse(
+            {
+                "a json_schema is accepted with type 'json_schema', without another schema": named
+                and (not typed or has_schema),
+                "a json_schema is needed with type 'json_schema'": typed
+                and not (named or has_schema),
+                "a schema is accepted with type 'json_object' or 'json_schema'": has_schema
+                and self.type == "text",
+            }
+        )
         return self
 
     @property
@@ -142,8 +145,13 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         stated = [getattr(self, name) not in (None, False) for name in type(self).model_fields]
-        if sum(stated) > 1 or (self.model_fields_set and not any(stated)):
-            raise ValueError("accepted one of json, regex, choice, grammar, json_object")
+        none_of_them = self.model_fields_set and not any(stated)
+        refuse(
+            {
+                "accepted one of json, regex, choice, grammar, json_object": none_of_them
+                or sum(stated) > 1
+            }
+        )
         return self
 
     @property
@@ -188,8 +196,7 @@ def only(kind: Any, accepted: Any, why: str) -> Any:
     """Return the type of a field that is taken at one value. why: of the refusal of others."""
 
     def check(value: Any) -> Any:
-        if value != accepted:
-            raise ValueError(why)
+        refuse({why: value != accepted})
         return value
 
     return Annotated[kind, AfterValidator(check)]
@@ -397,6 +404,9 @@ class Sampling(Declared, CommonFields, Neutral, Guided):
     return_cycles: bool | None = Field(
         None, description="in a stream: each cycle's tree, as trace files hold it"
     )
+    return_progress: bool | None = Field(
+        None, description="llama.cpp's: in a stream, how much of the prompt has been read"
+    )
     policy: Literal["plain"] | None = Field(None, description="plain: decode without the draft")
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
@@ -406,13 +416,19 @@ class Sampling(Declared, CommonFields, Neutral, Guided):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if len(self.stops) > MAX_STOPS or any(len(text) > MAX_STOP_LETTERS for text in self.stops):
-            raise ValueError(
-                f"stop: accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters"
-            )
-        for name in ("stream_options", "return_cycles"):
-            if getattr(self, name) and not self.stream:
-                raise ValueError(f"{name}: only with stream")
+        longest = max(map(len, self.stops), default=0)
+        of_streams = ("stream_options", "return_cycles", "return_progress")
+        refuse(
+            {
+                f"stop: accepted up to {MAX_STOPS} strings of up to {MAX_STOP_LETTERS} characters": (
+                    len(self.stops) > MAX_STOPS or longest > MAX_STOP_LETTERS
+                )
+            }
+            | {
+                f"{name}: only with stream": getattr(self, name) and not self.stream
+                for name in of_streams
+            }
+        )
         return self
 
     @property
@@ -491,36 +507,34 @@ class ChatRequest(WithTools, Sampling, NeutralInChats):
     @field_validator("max_tokens", "max_completion_tokens")
     @classmethod
     def _not_zero(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("got 0, accepted 1 or more")
+        refuse({"got 0, accepted 1 or more": value == 0})
         return value
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
-        if (
-            None not in (self.max_tokens, self.max_completion_tokens)
-            and self.max_tokens != self.max_completion_tokens
-        ):
-            raise ValueError(
-                "max_completion_tokens: max_tokens has another value; leave one of them out"
-            )
-        if self.tool_choice not in (None, "auto", "none") and not self.tools:
-            raise ValueError("tool_choice: only with tools")
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs")
-        if isinstance(chosen := self.tool_choice, NamedChoice):
-            names = [tool.function.name for tool in self.tools or []]
-            if chosen.function.name not in names:
-                raise ValueError(
-                    f"tool_choice: {chosen.function.name!r:.60} is not among the tools"
-                )
-        taken = NOT_OF_A_TEMPLATE.intersection(self.chat_template_kwargs or ())
-        if taken:
-            raise ValueError(
-                f"chat_template_kwargs.{min(taken)}: it is not a variable of the template"
-            )
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message: accepted without add_generation_prompt")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        names = [tool.function.name for tool in self.tools or []]
+        choice = self.tool_choice
+        named = [choice.function.name] if isinstance(choice, NamedChoice) else []
+        taken = sorted(NOT_OF_A_TEMPLATE.intersection(self.chat_template_kwargs or ()))
+        refuse(
+            {
+                "max_completion_tokens: max_tokens has another value; leave one of them out": (
+                    len(limits) > 1
+                ),
+                "tool_choice: only with tools": choice not in (None, "auto", "none") and not names,
+                "top_logprobs: only with logprobs": self.top_logprobs and not self.logprobs,
+                f"tool_choice: {' '.join(named)!r:.60} is not among the tools": (
+                    not {*named} <= {*names}
+                ),
+                f"chat_template_kwargs.{' '.join(taken[:1])}: it is not a variable of the template": (
+                    taken
+                ),
+                "continue_final_message: accepted without add_generation_prompt": (
+                    self.continue_final_message and self.add_generation_prompt
+                ),
+            }
+        )
         return self
 
     @property
@@ -575,14 +589,14 @@ class CompletionRequest(Sampling):
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
-        if len(self._prompts) > MAX_PROMPTS:
-            raise ValueError(
-                f"prompt: got {len(self._prompts)} prompts, accepted up to {MAX_PROMPTS}"
-            )
-        if self.suffix and self.echo:
-            raise ValueError("suffix: accepted without echo")
-        if self.suffix and not all(isinstance(prompt, str) for prompt in self._prompts):
-            raise ValueError("suffix: accepted with prompts that are texts")
+        count, texts = len(self._prompts), all(isinstance(one, str) for one in self._prompts)
+        refuse(
+            {
+                f"prompt: got {count} prompts, accepted up to {MAX_PROMPTS}": count > MAX_PROMPTS,
+                "suffix: accepted without echo": self.suffix and self.echo,
+                "suffix: accepted with prompts that are texts": self.suffix and not texts,
+            }
+        )
         return self
 
     def each(self) -> list[Self]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from specengine.protocol.completion import Completion
 from specengine.protocol.messages import TEXT_PARTS, Body, text_at
 from specengine.protocol.parts import Part, Thought, thought_tokens
-from specengine.protocol.problems import RequestError, refused
+from specengine.protocol.problems import RequestError, require_request
 from specengine.protocol.replies import OneReply, sse
 from specengine.protocol.requests import (
     MAX_LOGPROBS,
@@ -173,27 +173,27 @@ class _Conversation:
         self._open: dict[str, Any] | None = None
 
     def add_all(self, items: Sequence[dict[str, Any]]) -> None:
+        reads = {
+            "message": self._message,
+            "function_call": self._call,
+            "function_call_output": self._result,
+            "reasoning": self._reasoning,
+        }
         for at, item in enumerate(items):
             place = f"input[{at}]"
             kind = item.get("type", "message")
-            reads = {
-                "message": self._message,
-                "function_call": self._call,
-                "function_call_output": self._result,
-                "reasoning": self._reasoning,
-            }.get(kind if isinstance(kind, str) else "")
-            if reads is None:
-                reason = "; this server keeps no items" if kind == "item_reference" else ""
-                message = f"got {kind!r:.60}, accepted message, function_call, function_call_output, reasoning{reason}"
-                raise refused(f"{place}.type", message)
-            reads(place, item)
+            reason = "; this server keeps no items" if kind == "item_reference" else ""
+            message = f"got {kind!r:.60}, accepted {', '.join(reads)}{reason}"
+            require_request(f"{place}.type", message, kind in [*reads])
+            reads[kind](place, item)
 
     def _message(self, place: str, item: dict[str, Any]) -> None:
         role, content = item.get("role"), item.get("content")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise refused(
-                f"{place}.role", f"got {role!r:.60}, accepted system, developer, user, assistant"
-            )
+        require_request(
+            f"{place}.role",
+            f"got {role!r:.60}, accepted system, developer, user, assistant",
+            role in ("system", "developer", "user", "assistant"),
+        )
         text = text_at(f"{place}.content", content, TEXT_PARTS, "parts of text")
         if (
             role == "assistant"
@@ -208,10 +208,11 @@ class _Conversation:
 
     def _call(self, place: str, item: dict[str, Any]) -> None:
         name, arguments = item.get("name"), item.get("arguments", "")
-        if not isinstance(name, str) or not isinstance(arguments, str | dict):
-            raise refused(
-                f"{place}.name", "accepted a name, and the text of a JSON object as arguments"
-            )
+        require_request(
+            f"{place}.name",
+            "accepted a name, and the text of a JSON object as arguments",
+            isinstance(name, str) and isinstance(arguments, str | dict),
+        )
         self._own().setdefault("tool_calls", []).append(
             {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from specengine.errors import ABOVE_0, TRUTH, Checked, one_of, option, require, whole
 
 COUNT = whole(1, accepted="1 or more")
+HOST, PORT = "127.0.0.1", 8000
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -45,11 +46,11 @@ class Settings(Checked):
         metavar="NAME",
     )
     host: str = option(
-        default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+        default=HOST, help="address to listen on (default 127.0.0.1: this machine only)"
     )
     port: int = option(
         whole(0, 65535, "0 to 65535"),
-        default=8000,
+        default=PORT,
         metavar="N",
         help="port to listen on; 0 takes a free one (default 8000)",
     )
@@ -176,6 +177,8 @@ class Settings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        default = self.unix_socket is None or (self.host, self.port) == (HOST, PORT)
+        require("unix_socket", self.unix_socket, "alone, without host and port", default)
         for key in self.api_keys:
             require_key("api_key", key)
 

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from specengine.errors import InputError
-from specengine.protocol.problems import RequestError
+from specengine.protocol.problems import RequestError, require_request
 from specengine.request.templates import filled
 from specengine.request.text import TextStream
 
@@ -432,11 +432,8 @@ def format_of(tokenizer: Any) -> Format:
 
     RequestError where it does not take tools, or writes calls in a way that is not read here.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise RequestError(
-            400, "tools: this model has no chat template", "tools", "unsupported_field"
-        )
-
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    require_request("tools", "this model has no chat template", has_template, "unsupported_field")
     try:
         without, with_tools = (
             filled(tokenizer, [_USER]),
@@ -445,13 +442,12 @@ def format_of(tokenizer: Any) -> Format:
         called = filled(tokenizer, [_USER, _SAID], [_TOOL], "tools")
     except InputError as error:
         raise RequestError(400, str(error), "tools") from error
-    if without == with_tools:
-        raise RequestError(
-            400,
-            "tools: this model's chat template does not take them",
-            "tools",
-            "unsupported_field",
-        )
+    require_request(
+        "tools",
+        "this model's chat template does not take them",
+        without != with_tools,
+        "unsupported_field",
+    )
     same = next(
         (at for at, (a, b) in enumerate(zip(called, with_tools, strict=False)) if a != b),
         len(with_tools),

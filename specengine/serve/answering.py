@@ -49,6 +49,7 @@ KEPT_STREAMS = 16
 
 
 Coming = tuple[int, Piece | Completion]  # the place of one of the answers that a request asks for
+Waiting = bytes | dict[str, Any] | None  # a comment of a stream, figures of a prompt, or silence
 
 
 async def answered(models: Models, dialect: Dialect, body: BaseModel, request: Request) -> Response:
@@ -106,7 +107,7 @@ async def read_beside(asked: Sampling, read: Callable[[], T]) -> T:
 
 
 async def _whole(
-    asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | int | None]
+    asked: Sequence[CheckedRequest], coming: AsyncIterator[Coming | Waiting]
 ) -> list[Completion]:
     answers: dict[int, Completion] = {}
     while len(answers) < len(asked):
@@ -121,18 +122,16 @@ async def _stream(
     asked: Sequence[CheckedRequest],
     reply: Callable[[], Reply],
     ping: bytes,
-    come: Coming | int | None,
-    coming: AsyncGenerator[Coming | int | None, None],
+    come: Coming | Waiting,
+    coming: AsyncGenerator[Coming | Waiting, None],
 ) -> AsyncIterator[bytes]:
     begun: set[int] = set()
     ended: dict[int, Completion] = {}
     try:
         while True:
-            if come is None:
-                if ping:
-                    yield ping
-            elif isinstance(come, int):
-                yield b": %d before\n\n" % come
+            if not isinstance(come, tuple):
+                if event := reply().progress(come) if isinstance(come, dict) else come or ping:
+                    yield event
             else:
                 for part in _told(reply(), begun, ended, *come):
                     yield part
@@ -249,10 +248,11 @@ def stream_key(name: str | None, request: Request) -> tuple[str | None, ...]:
 
 async def events(
     worker: Worker, asked: Sequence[CheckedRequest], request: Request, outlasts: asyncio.Event
-) -> AsyncGenerator[Coming | int | None, None]:
+) -> AsyncGenerator[Coming | Waiting, None]:
     """Yield the events of all answers, and None after `ping_seconds` of silence. RequestError, ClientDisconnect.
 
-    A request that asks for cycles is told as long as it waits how many answers end before its turn, then None.
+    As long as it waits, a request that asks for cycles is told how many answers end before its turn, or that the model
+    is loaded, and one that asks for its progress how much of its prompt has been read; then None.
     Leaving it early frees the engine, or the places in the queue.
 
     outlasts: set where they go on when the client has gone
@@ -279,20 +279,23 @@ async def events(
 
     watching = asyncio.create_task(watch())
     ping = jobs[0].asked.settings.ping_seconds
-    waits = bool(jobs[0].asked.request.return_cycles)
+    asks = bool(jobs[0].asked.request.return_cycles or jobs[0].asked.request.return_progress)
     told = False
+    silent = 0.0  # seconds
     try:
         while True:
             try:
-                async with asyncio.timeout(
-                    min(ping, PLACE_SECONDS) if waits else ping
-                ):  # `wait_for` makes a task of every wait
+                pause = min(ping, PLACE_SECONDS) if asks else ping
+                async with asyncio.timeout(pause):  # `wait_for` makes a task of every wait
                     place, event = await inbox.get()
+                asks = False
             except TimeoutError:
-                before = worker.jobs.before(jobs[0]) if waits else None
-                if before is not None or told or not waits:
-                    yield before
-                waits = told = before is not None
+                waiting = _waiting(worker, jobs[0]) if asks else None
+                silent += pause
+                if waiting is not None or told or silent >= ping:
+                    yield waiting
+                    silent = 0.0
+                told = waiting is not None
                 continue
             if isinstance(event, ClientDisconnect):
                 raise event
@@ -303,6 +306,19 @@ async def events(
         for each in jobs:
             worker.jobs.cancel(each)
         watching.cancel()
+
+
+def _waiting(worker: Worker, job: Job) -> Waiting:
+    """Return what a client is told that waits for its first token, if it asks for that."""
+    fields = job.asked.request
+    if fields.return_progress and (figures := job.progress()) is not None:
+        return figures
+    if not fields.return_cycles:
+        return None
+    before = worker.jobs.before(job)
+    if worker.engine is None:
+        return b": loading\n\n"
+    return None if before is None else b": %d before\n\n" % before
 
 
 def _job(

@@ -25,7 +25,7 @@ from specengine.protocol.dialects import DIALECTS, Dialect
 from specengine.protocol.problems import RequestError, of_error, of_validation
 from specengine.protocol.settings import Settings
 from specengine.serve.answering import add_streams, answered, json_response, loaded, require_ready
-from specengine.serve.guards import ALIVE, HEALTH, BodyRoute, Guard, refusal
+from specengine.serve.guards import ALIVE, HEALTH, METRICS, BodyRoute, Guard, refusal
 from specengine.serve.models import Models, give_back
 from specengine.serve.texts import add_texts
 from specengine.serve.worker import Worker
@@ -167,7 +167,7 @@ def _operation(app: FastAPI, models: Models) -> None:
         app.add_api_route(path, health, methods=["GET"], include_in_schema=False)
 
     @app.get(
-        "/metrics",
+        METRICS,
         summary="For Prometheus",
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
@@ -183,7 +183,7 @@ def _operation(app: FastAPI, models: Models) -> None:
             "created": started,
             "owned_by": "specengine",
             "max_model_len": worker.beside and worker.beside.max_context,
-            "status": {"value": "unloaded" if worker.engine is None else "loaded"},
+            "status": worker.status,
         }
 
     started = int(time.time())

@@ -21,6 +21,7 @@ from specengine.serve.answering import json_response
 
 HEALTH = ("/health", "/ready", "/healthz", "/v1/health")
 ALIVE = ("/live", "/version")
+METRICS = "/metrics"
 JSON = "application/json"
 _ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")

@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import functools
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,6 +23,7 @@ from specengine.errors import InputError
 from specengine.protocol.problems import RequestError, unavailable
 from specengine.protocol.settings import Settings
 from specengine.serve.app import create_app
+from specengine.serve.guards import ALIVE, HEALTH, METRICS
 from specengine.serve.models import Models, ServedModel, limit_arenas
 from specengine.serve.worker import log
 
@@ -195,6 +198,7 @@ def logging_of(level: str) -> dict[str, Any]:
                 "class": "logging.StreamHandler",
                 "formatter": "plain",
                 "stream": "ext://sys.stderr",
+                "filters": [functools.partial(_lower_probes, level)],
             }
         },
         "loggers": {
@@ -202,6 +206,14 @@ def logging_of(level: str) -> dict[str, Any]:
             for name in ("uvicorn", "specengine.serve")
         },
     }
+
+
+def _lower_probes(level: str, record: logging.LogRecord) -> bool:
+    """Give the line of a probe's request the level debug; return whether a line is logged."""
+    fields: Any = record.args if record.name == "uvicorn.access" else ("", "", "")
+    if str(fields[2]).partition("?")[0] in (*HEALTH, *ALIVE, METRICS):
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    return record.levelno >= logging.getLevelName(level.upper())
 
 
 class Server(uvicorn.Server):
@@ -260,7 +272,7 @@ def run(
     worker.failed = lambda: setattr(server, "should_exit", True)
     with opened, beside(lambda: worker.state == "ready" and worker.jobs.idle):
         server.run(sockets=[opened])
-    if worker.failure is not None:
+    if worker.state == "failed" and worker.failure is not None:
         raise worker.failure
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import logging
 import math
@@ -52,6 +53,7 @@ class Job:
     ticket: its place in the lines; cancelled where nobody waits for it any more
     prepared: once it has been read; until then it is passed over where `quick` does not say that reading it is nothing
     is_read: a thread has begun with it; read_s: seconds that it took
+    progress: returns llama.cpp's figures of its prompt, once that is read
     """
 
     asked: CheckedRequest
@@ -63,6 +65,7 @@ class Job:
     quick: bool = True
     is_read: bool = False
     read_s: float = 0.0
+    progress: Callable[[], dict[str, Any] | None] = lambda: None
 
 
 class Clients:
@@ -261,7 +264,7 @@ class Worker:
     load      makes the engine, in the worker's thread
     settings  name: of the model; parallel None: by the memory that is free once the engine is loaded, see
               engine.parallel_of
-    failed    called, in that thread, if the loading at the start raises; `failure` is then the error
+    failed    called, in that thread, if the loading at the start raises; `failure` is the error of the last loading
     thread    answers; whoever has a worker starts it
     room      returns the context for loading; nothing is loaded where that has False
     """
@@ -296,6 +299,16 @@ class Worker:
             self.thread.join(seconds)
 
     @property
+    def status(self) -> dict[str, Any]:
+        """Return whether the model is loaded, in llama.cpp's words, and why not where that failed."""
+        if self.engine is not None:
+            return {"value": "loaded"}
+        if not self.jobs.idle:
+            return {"value": "loading"}
+        failed = {"failed": True, "message": str(self.failure)} if self.failure is not None else {}
+        return {"value": "unloaded"} | failed
+
+    @property
     def _without_room(self) -> int:
         """The number of jobs that have an engine but wait for memory for its cache."""
         return 0 if self._pool is None else len(self._pool.waiting)
@@ -315,6 +328,7 @@ class Worker:
                     self.failure, self.state = error, "failed"
                     self.failed()
                     return
+                self.failure = unavailable("failed", error)  # without frames, which hold weights
                 log.error("%s could not be loaded: %s", self.settings.name, error)
                 self.jobs.abandon(unavailable("failed", error))
             if self.engine is not None:
@@ -341,7 +355,7 @@ class Worker:
             )  # reads the vocabulary, which holds up all threads
         gc.collect()
         gc.freeze()  # what is loaded stays: to look through it takes a quarter of a second, in midst of answers
-        self.engine = engine
+        self.engine, self.failure = engine, None
         if self.state == "loading":
             self.state = "ready"
         log.info("ready: %r, answers at once: %d", engine, self.jobs.parallel)
@@ -459,6 +473,7 @@ class Worker:
         generation.answer.origins.wanted = bool(job.asked.request.return_cycles)
         texts = Texts(engine.tokenizer)
         answer = Completion(generation.stats, generation.prompt)
+        job.progress = functools.partial(_progress, engine, answer, began)
         yield from _score(engine, job, answer, deadline)
         if (
             job.asked.request.wanted_tokens == 0 and answer.prompt_logprobs
@@ -511,6 +526,23 @@ class Worker:
                 "%s at\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
             )
         job.deliver(error)
+
+
+def _progress(engine: Engine, answer: Completion, began: float) -> dict[str, Any] | None:
+    """Return llama.cpp's figures of a prompt that is being read; None where it waits for memory."""
+    target: Any = engine.target
+    total = answer.stats.num_prompt_tokens
+    if not total:
+        return None
+    processed = engine.holds(answer.prompt_ids)
+    if processed == len(target.tokens):  # what was read since they were noted
+        processed = min(max(processed, target.cache.length), total)
+    return {
+        "total": total,
+        "cache": answer.stats.num_cached_prompt_tokens,
+        "processed": processed,
+        "time_ms": 1000 * (time.perf_counter() - began),
+    }
 
 
 def _deliver(

@@ -1,5 +1,9 @@
 """A stream's cycles are what a trace of the same request holds."""
 
+import json
+import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,16 @@ import torch
 
 from specengine import policies
 from specengine.costs import PassCosts
+from specengine.engine import parts
+from specengine.models.native import lm
+from specengine.serve import answering
+from specengine.serve.models import ServedModel
 from specengine.trace import TraceWriter, read_trace
 from specengine.trace.records import TracedCycle
+from tests.models.native_engines import needs_extension
 from tests.serve.served import CHAT, Gate, Served, served, tiny_engine, until
 from tests.serve.test_answers import chunks
+from tests.serve.test_parallel import Steps, native_engine
 from tests.trace.runs import records
 
 ASKED = CHAT | {"stream": True, "return_cycles": True}
@@ -113,3 +123,106 @@ def test_who_asks_is_told_the_place_in_the_queue() -> None:
         }
         assert cycles_of(chunks("\n\n".join(line for line in rest if line.startswith("data: "))))
         assert {first.result().status_code, second.result().status_code} == {200}
+
+
+def test_who_asks_is_told_that_the_model_is_loaded() -> None:
+    gate = threading.Event()
+
+    def load() -> Any:
+        assert gate.wait(30)
+        return tiny_engine(draft="ngram")
+
+    with served(tiny_engine, ServedModel("other", load)) as server:
+        asked = ASKED | {"model": "other"}
+        with server.client.stream("POST", "/v1/chat/completions", json=asked) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == ": loading"
+            gate.set()
+            assert any("cycles" in line for line in lines)
+
+
+PIECE = 32  # tokens of a prompt that are run at a time here
+LONG = "a" * 200
+READING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/completions": {"prompt": LONG},
+    "/completion": {"prompt": LONG, "max_tokens": 4},
+}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    monkeypatch.setattr(parts, "PREFILL_ROWS", PIECE)
+    monkeypatch.setattr(answering, "PLACE_SECONDS", 0.01)
+    return Steps(monkeypatch)
+
+
+@needs_extension
+@pytest.mark.parametrize("path", READING)
+def test_who_asks_is_told_how_much_of_a_prompt_is_read(path: str, steps: Steps) -> None:
+    asked = READING[path] | {"max_tokens": 4, "stream": True, "return_progress": True}
+    with served(native_engine, parallel=2) as server:
+        with server.client.stream("POST", path, json=asked) as stream:
+            told = progress(stream.iter_lines())
+            seen = [next(told)]
+            while seen[-1]["processed"] + PIECE < seen[-1]["total"]:
+                steps.allow(1)
+                seen.append(next(one for one in told if one["processed"] > seen[-1]["processed"]))
+            steps.allow(1000)
+            rest = list(told)
+        assert [one["processed"] for one in seen] == [PIECE * number for number in range(len(seen))]
+        assert len(seen) > 6
+        assert {(one["total"], one["cache"]) for one in seen} == {(seen[0]["total"], 0)}
+        assert seen[0]["total"] >= len(LONG)
+        times = [one["time_ms"] for one in [*seen, *rest]]
+        assert times == sorted(times)
+        with server.client.stream("POST", path, json=asked) as stream:
+            again = list(progress(stream.iter_lines()))
+        assert all(one["processed"] >= one["total"] - 1 for one in again), "it is in the cache"
+        alone = asked | {"stream": False}
+        refused = server.post(alone, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_progress")
+
+
+@needs_extension
+def test_an_engine_that_answers_alone_tells_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm, "PREFILL_ROWS", PIECE)
+    monkeypatch.setattr(answering, "PLACE_SECONDS", 0.01)
+    run = lm.NativeLM.run
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        time.sleep(0.05)
+        return run(*arguments, **more)
+
+    asked = {"prompt": LONG, "max_tokens": 1, "stream": True, "return_progress": True}
+    with served(native_engine, parallel=1) as server:
+        monkeypatch.setattr(lm.NativeLM, "run", slow)
+        with server.client.stream("POST", "/v1/completions", json=asked) as stream:
+            seen = [one["processed"] for one in progress(stream.iter_lines())]
+    assert len(set(seen)) > 3
+    assert seen == sorted(seen)
+    assert max(seen) <= len(LONG)
+
+
+def progress(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if "prompt_progress" in line:
+            yield json.loads(line.removeprefix("data: "))["prompt_progress"]
+
+
+@needs_extension
+def test_a_prompt_that_is_partly_cached_says_so(steps: Steps) -> None:
+    asked = {"prompt": LONG, "max_tokens": 4, "stream": True, "return_progress": True}
+    with served(native_engine, parallel=2) as server:
+        steps.allow(1000)
+        assert server.post(asked, "/v1/completions").status_code == 200
+        steps.forbid()
+        longer = asked | {"prompt": LONG + "b" * 100}
+        with server.client.stream("POST", "/v1/completions", json=longer) as stream:
+            told = progress(stream.iter_lines())
+            first = next(told)
+            steps.allow(1000)
+            rest = list(told)
+    assert first["processed"] == first["cache"] >= len(LONG)
+    assert first["total"] > first["cache"] + 90
+    assert {one["cache"] for one in rest} <= {first["cache"]}

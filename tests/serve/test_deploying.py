@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging.config
 import os
 import re
 import signal
@@ -114,6 +115,91 @@ def test_a_file_that_everybody_can_read_is_noted(
     assert (f"every user of this machine can read {file}" in capsys.readouterr().err) is noted
 
 
+# ---- a file of options
+
+
+def serve(*words: str, config: Path | None = None) -> Any:
+    more = [] if config is None else ["--config", str(config)]
+    parsed = vars(make_parser().parse_args(["serve", *words, *more]))
+    return {name: value for name, value in parsed.items() if name not in ("config", "loads")}
+
+
+CONFIG = """
+port = 8001
+served-model-name = "n"
+api_key = ["one", "two"]
+max_seconds = 2.5
+strict_model = true
+log_contents = false
+pack = false
+policy-option = ["teeth=2", "width=3"]
+model = ["a/b", "x=c/d"]
+"""
+
+
+def test_a_file_says_what_the_command_line_would(tmp_path: Path) -> None:
+    words = (
+        "--port 8001 --served-model-name n --api-key one --api-key two --max-seconds 2.5 --strict-model --no-pack "
+        "-o teeth=2 -o width=3 --model a/b --model x=c/d"
+    )
+    assert serve(config=write(tmp_path / "c.toml", CONFIG)) == serve(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        (["--port=9"], {"port": 9}),
+        (["--api-key", "three"], {"api_key": ["three"]}),
+        (["--pack"], {"pack": True}),
+        (["-o", "width=1"], {"policy_option": [("width", "1")]}),
+        (["--model", "e/f"], {"models": ["e/f"]}),
+        (["e/f"], {"model": "e/f", "models": []}),
+    ],
+)
+def test_the_command_line_wins_over_the_file(
+    tmp_path: Path, words: list[str], changed: dict[str, Any]
+) -> None:
+    config = write(tmp_path / "c.toml", CONFIG)
+    assert changed.keys() <= serve().keys()
+    assert serve(*words, config=config) == serve(config=config) | changed
+
+
+def test_each_option_may_stand_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serve("--help")
+    names = set(re.findall(r"(?m)^  (?:-\w \S+, )?--([a-z-]+)", capsys.readouterr().out))
+    assert len(names) > 40
+    for name in names - {"help", "config"}:
+        with contextlib.suppress(SystemExit):  # for its value
+            serve(config=write(tmp_path / "c.toml", f"{name} = 1"))
+        assert "unknown option" not in capsys.readouterr().err, name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prt = 'a b'", "unknown option 'prt'; did you mean --port?"),
+        ("[serve]\nport = 1", "unknown option 'serve'"),
+        ("port = 'x'", "argument --port: invalid int value: 'x'"),
+        ("port = 99999", "port: got 99999, accepted 0 to 65535"),
+        ("strict_model = 'yes'", "argument --strict-model: ignored explicit argument 'yes'"),
+        ("port =", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(
+    tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises((SystemExit, InputError)) as caught:
+        settings("--config", str(file))
+    assert message in capsys.readouterr().err + str(caught.value)
+
+
 # ---- probes
 
 
@@ -179,6 +265,13 @@ def test_a_socket_is_for_this_user_and_perhaps_the_group(path: str, umask: int, 
     opened.close()
     assert not os.path.lexists(path)
     opened.close()  # a second time takes nothing of another server away
+
+
+@pytest.mark.parametrize("words", [["--port", "8001"], ["--host", "0.0.0.0"]])
+def test_a_socket_has_neither_host_nor_port(words: list[str]) -> None:
+    with pytest.raises(InputError, match=r"unix_socket: got s\.sock, accepted alone, without"):
+        settings("--unix-socket", "s.sock", *words)
+    assert settings("--unix-socket", "s.sock").port == settings().port
 
 
 def test_a_socket_that_was_left_is_replaced_and_one_in_use_is_not(path: str) -> None:
@@ -268,6 +361,28 @@ def test_another_level_is_refused() -> None:
         settings("--log-level", "all")
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_probes_are_lines_of_debugging(level: str, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        logging.config.dictConfig(logging_of(level))
+        log = logging.getLogger("uvicorn.access")
+        for path in ("/live", "/ready", "/health?a=b", "/metrics", "/v1/models", "/livery"):
+            log.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:5", "GET", path, "1.1", 200)
+        logging.getLogger("uvicorn.error").info("Started server process [%d]", 5)
+        logging.getLogger("specengine.serve").warning("loading")
+    finally:
+        for name in ("uvicorn", "specengine.serve"):
+            logging.getLogger(name).handlers.clear()
+            logging.getLogger(name).setLevel(logging.NOTSET)
+            logging.getLogger(name).propagate = True
+    lines = capfd.readouterr().err.splitlines()
+    probes = [line for line in lines if re.search("/(live|ready|health|metrics)[ ?]", line)]
+    assert len(probes) == (4 if level == "debug" else 0)
+    assert all(" DEBUG 127.0.0.1:5 " in line for line in probes)
+    others = {"debug": 4, "info": 4, "warning": 1, "error": 0}
+    assert len(lines) - len(probes) == others[level]
+
+
 # ---- metrics
 
 
@@ -303,6 +418,7 @@ def test_metrics_are_named_as_prometheus_wants(parallel: int) -> None:
         assert server.post({"nonsense": 1}).status_code == 400
         text = server.client.get("/metrics").text
     assert list(problems(text)) == []
+    assert "_created" not in text
     families = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert all(name.startswith("specengine_") for name in families)
     assert families["specengine_request_success"] == "counter"

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,9 +20,10 @@ import pytest
 from specengine import Engine
 from specengine.cli.commands import make_parser
 from specengine.cli.serve import models_of, run, size_of
-from specengine.errors import InputError, UnsupportedModelError
+from specengine.errors import InputError, SpecEngineError, UnsupportedModelError
 from specengine.protocol.dialects import DIALECTS
 from specengine.serve.models import GIB, ServedModel
+from tests.serve import tiny_model
 from tests.serve.served import NAME, Gate, Served, served, tiny_engine, until
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -234,6 +236,30 @@ def test_a_load_that_fails_answers_those_that_wait_and_is_tried_again(loads: Loa
         assert ask(server, "b").status_code == 200
 
 
+def test_a_model_says_whether_it_loads_and_why_it_did_not(loads: Loads) -> None:
+    gate = loads.gates["b"] = threading.Event()
+    loads.error = UnsupportedModelError("b: has no head")
+    with three(loads) as server, ThreadPoolExecutor(1) as many:
+
+        def status() -> dict[str, Any]:
+            told: dict[str, Any] = server.client.get("/v1/models/b").json()["status"]
+            return told
+
+        assert status() == {"value": "unloaded"}
+        waiting = many.submit(ask, server, "b")
+        until(lambda: loads.counts == {"b": 1})
+        assert status() == {"value": "loading"}
+        gate.set()
+        assert waiting.result(30).status_code == 503
+        message = "the model could not be loaded: b: has no head"
+        assert status() == {"value": "unloaded", "failed": True, "message": message}
+        loads.error = None
+        assert ask(server, "b").status_code == 200
+        assert status() == {"value": "loaded"}
+        server.models.workers["b"].unload()
+        assert status() == {"value": "unloaded"}
+
+
 def test_a_client_that_leaves_while_it_waits_frees_its_place_and_loads_nothing(
     loads: Loads,
 ) -> None:
@@ -332,6 +358,37 @@ def test_a_models_size_is_that_of_one_kind_of_its_files(tmp_path: Any) -> None:
     assert size_of("no/such") == size_of("no such") == size_of("x/y/z") == 0
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "there is no such file or folder"),
+        ({}, "model_type"),
+        ({"config.json": '{"model_type": "llama"}'}, "accepted a folder with .safetensors or .bin"),
+        ({"config.json": "{", "model.safetensors": ""}, "not a valid JSON file"),
+        ("model.gguf", "is cut off or damaged"),
+        ("other.txt", "not a valid JSON file"),
+    ],
+)
+def test_a_model_that_is_none_is_refused_before_anything_is_served(
+    files: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specengine.serve import server
+
+    monkeypatch.setattr(server, "run", lambda *arguments: pytest.fail("it was served"))
+    path = tmp_path / (files if isinstance(files, str) else "b")
+    if isinstance(files, str):
+        path.write_text("GG")
+    elif files is not None:
+        path.mkdir()
+        for name, text in files.items():
+            (path / name).write_text(text)
+    words = ["serve", str(tiny_model.save(tmp_path / "a")), "--model", f"second={path}"]
+    with pytest.raises(SpecEngineError, match=message) as caught:
+        run(make_parser().parse_args(words))
+    assert str(caught.value).startswith(("model", str(path)))
+    assert str(path) in str(caught.value)
+
+
 def test_the_command_serves_each_model_with_the_same_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -339,6 +396,8 @@ def test_the_command_serves_each_model_with_the_same_options(
 
     calls: list[Any] = []
     monkeypatch.setattr(server, "run", lambda *arguments: calls.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    tiny_model.save(tiny_model.save(tmp_path) / "a/b")
     words = ["serve", "--model", "a/b", "--model", f"x={tmp_path}", "--policy", "plain"]
     assert run(make_parser().parse_args(words)) == 0
     models, settings = calls[0][:2]

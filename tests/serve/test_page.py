@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specengine import Engine
 from specengine.protocol import preparing
+from specengine.protocol.requests import ChatRequest
 from specengine.serve import app as served_app
 from specengine.serve.app import FILES
 from tests.engine.engines import forced
@@ -409,6 +412,102 @@ def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> N
         assert seen.page.evaluate(wide) == SMALL["width"]
         seen.page.click("#open-settings")
         assert seen.page.evaluate(wide) == SMALL["width"]
+
+
+NUMBER = re.compile(r'<input id="([a-z_]+)" type="number"([^>]*)>')
+
+
+def test_numbers_have_the_servers_bounds(server: Served) -> None:
+    fields = dict(NUMBER.findall(server.client.get("/").text))
+    assert len(fields) == 9
+
+    def takes(name: str, value: float) -> bool:
+        try:
+            ChatRequest.model_validate(CHAT | {"max_tokens": None, name: value})
+        except ValidationError:
+            return False
+        return True
+
+    for name, attributes in fields.items():
+        bounds = {
+            key: json.loads(value) for key, value in re.findall(r'(min|max)="([^"]*)"', attributes)
+        }
+        step = 1 if 'step="1"' in attributes else 0.01
+        assert takes(name, bounds["min"])
+        assert takes(name, bounds.get("max", 10**9))
+        if name != "seed":  # as far as this page's numbers are exact
+            assert not takes(name, bounds["min"] - step)
+            assert "max" not in bounds or not takes(name, bounds["max"] + step)
+
+
+@in_a_browser
+def test_a_number_out_of_bounds_is_told_at_its_field_and_not_sent(
+    chromium: Any, server: Served
+) -> None:
+    with browsed(chromium, server) as seen:
+        page = seen.page
+        page.click("#open-settings")
+        page.fill("#temperature", "-1")
+        page.fill("#top_k", "2.5")
+        for name in ("temperature", "top_k"):
+            field, told = (page.locator(f"#{name}{more}").bounding_box() for more in ("", " + *"))
+            assert told["height"] > 0
+            assert 0 <= told["y"] - field["y"] - field["height"] < 10
+        assert page.text_content("#temperature + *") == "Value must be greater than or equal to 0."
+        assert page.text_content("#min_p + *") == ""
+        page.keyboard.press("Escape")
+        seen.ask("Hello")
+        assert page.text_content("#status").startswith("Settings: Temperature: Value must be")
+        assert page.input_value("#message") == "Hello"
+        page.reload()
+        page.click("#open-settings")
+        assert page.text_content("#temperature + *") != "", "it is kept as it was typed"
+        page.click("#reset-settings")
+        assert page.text_content("#temperature + *") == ""
+        page.click("#close-settings")
+        assert not seen.bodies
+        seen.limit(4)
+        seen.ask("Hello")
+        assert len(seen.bodies) == 1
+        assert not seen.complaints
+
+
+@in_a_browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844), (360, 640)])
+def test_settings_begin_with_what_is_changed_most_and_can_be_left_at_once(
+    chromium: Any, server: Served, width: int, height: int
+) -> None:
+    viewport = {"width": width, "height": height}
+    order = """() => [...document.querySelectorAll('#settings input, #settings textarea, #settings select')]
+                     .map(one => one.id)"""
+
+    def is_reached(page: Any, selector: str) -> bool:
+        """Whether it is what a pointer in its middle meets."""
+        script = """one => { const box = one.getBoundingClientRect();
+            return document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === one; }"""
+        return bool(page.locator(selector).evaluate(script))
+
+    with browsed(chromium, server, viewport=viewport) as seen:
+        page = seen.page
+        page.click("#open-settings")
+        assert page.evaluate("document.activeElement.id") == "system"
+        fields = page.evaluate(order)
+        assert fields[:3] == ["system", "temperature", "max_tokens"]
+        assert fields[-1] == "key"
+        for name in fields[:3]:
+            assert is_reached(page, f"#{name}")
+        for name in fields:
+            page.focus(f"#{name}")
+            assert is_reached(page, f"#{name}"), "what has the focus is not covered"
+            assert is_reached(page, "#close-settings")
+        page.click("#close-settings")
+        assert page.is_hidden("#settings")
+    with (
+        served(api_keys=("right",)) as server,
+        browsed(chromium, server, viewport=viewport) as seen,
+    ):
+        assert seen.page.evaluate(order)[0] == "key"
+        assert is_reached(seen.page, "#key")
 
 
 @in_a_browser

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from specengine.engine import parts
 from specengine.protocol import preparing
 from specengine.serve import answering
 from specengine.serve.answering import KeptStream
+from specengine.serve.models import ServedModel
 from tests.engine.engines import forced
+from tests.models.native_engines import needs_extension
 from tests.serve.browsing import LAST_ANSWER, Browsed, browsed, in_a_browser, streamed, writing
 from tests.serve.served import Gate, Served, served, tiny_engine, until
+from tests.serve.test_parallel import Steps, native_engine
 
 
 @in_a_browser
@@ -309,6 +314,48 @@ def test_two_answers_at_once_each_have_their_tree(chromium: Any) -> None:
         seen.page.click("#others button")
         assert seen.page.text_content(".turn.user .text") == "the first"
         seen.done()
+        assert not seen.complaints
+
+
+@in_a_browser
+@needs_extension
+def test_it_tells_how_much_of_a_prompt_is_read(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PREFILL_ROWS", 32)
+    steps = Steps(monkeypatch)
+    with served(native_engine, parallel=2) as server, browsed(chromium, server) as seen:
+        seen.limit(4)
+        seen.ask("a" * 200, wait=False)
+        seen.page.wait_for_selector("#status:text-matches('^Reading the prompt, [2-9] s$')")
+        steps.allow(3)
+        seen.page.wait_for_selector(
+            "#status:text-matches('^Reading the prompt, 4[0-9] %, [2-9] s$')"
+        )
+        assert seen.page.text_content("#status [aria-hidden=true]").startswith(", 4")
+        steps.allow(1000)
+        seen.done()
+        assert "Reading" not in seen.page.text_content("#status")
+        assert not seen.complaints
+
+
+@in_a_browser
+def test_it_says_that_a_model_loads(chromium: Any) -> None:
+    gate = threading.Event()
+
+    def load() -> Any:
+        assert gate.wait(30)
+        return tiny_engine()
+
+    other = ServedModel("other", load)
+    with served(tiny_engine, other) as server, browsed(chromium, server) as seen:
+        seen.limit(4)
+        seen.page.locator("#models").select_option("other")
+        seen.ask("Hello", wait=False)
+        seen.page.wait_for_selector("#status:text-is('Loading the model')")
+        gate.set()
+        seen.done()
+        assert seen.page.locator(".turn.assistant .piece").count() > 0
         assert not seen.complaints
 
 

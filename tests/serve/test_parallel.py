@@ -60,6 +60,10 @@ class Steps:
             self._allowed += count
             self._changed.notify_all()
 
+    def forbid(self) -> None:
+        with self._changed:
+            self._allowed = 0
+
     def until(self, holds: Callable[[], bool]) -> None:
         """Allow steps, one after the other, until it does; none that would be run after that."""
 

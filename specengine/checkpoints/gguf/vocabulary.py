@@ -377,8 +377,7 @@ def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
     }
     wrong = next((key for key, value in templates.items() if not isinstance(value, str)), None)
-    if wrong is not None:
-        raise CheckpointError(f"{file.path}: {wrong[:80]} must be text")
+    require_intact(f"{file.path}: {(wrong or '')[:80]} must be text", wrong is None)
     if templates.keys() <= {_TEMPLATE}:
         return templates.get(_TEMPLATE)
     return {
@@ -466,10 +465,10 @@ def _require_vocabulary(file: GGUFFile) -> None:
     if model in ("gpt2", "gemma4") or (unscored and "tokenizer.ggml.merges" in file.metadata):
         merges = _listed(file, "merges", str)
         wrong = next((merge for merge in merges if merge.count(" ") != 1), None)
-        if wrong is not None:
-            raise CheckpointError(
-                f"{file.path}: a merge must be two pieces with one space between, not {wrong[:80]!r}"
-            )
+        require_intact(
+            f"{file.path}: a merge must be two pieces with one space between, not {(wrong or '')[:80]!r}",
+            wrong is None,
+        )
     else:
         _listed(file, "scores", float)
 

@@ -3,7 +3,7 @@ import { cannotKeep, drawList, forget, keep, openChat, showWork } from "./chats.
 import * as talk from "./conversation.js";
 import { at, element, randomId } from "./dom.js";
 import * as figures from "./figures.js";
-import { askForKey, meet, values } from "./form.js";
+import { askForKey, meet, outOfBounds, values } from "./form.js";
 import { drawFoot, drawLog, drawText, mark } from "./log.js";
 import * as panel from "./panel.js";
 import * as server from "./server.js";
@@ -54,6 +54,8 @@ export async function regenerate(turn) {
 }
 
 function options() {
+  const wrong = outOfBounds();
+  if (wrong) throw wrong;
   const asked = settings.asked(values());
   asked.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
   return asked;
@@ -62,7 +64,7 @@ function options() {
 const requestOf = (conversation, turn, more = {}) => ({
   model: page.models.includes(turn.model) ? turn.model : page.model,
   messages: talk.messages(conversation, turn.parent, turn.system), ...turn.asked, ...more,
-  stream: true, stream_options: { include_usage: true }, return_cycles: true,
+  stream: true, stream_options: { include_usage: true }, return_cycles: true, return_progress: true,
 });
 
 // Answer the turn that ends the open chat; returns whether anything was answered.
@@ -136,7 +138,8 @@ async function write(conversation, turn, request) {
   return wrong;
 }
 
-// Tell how long a prompt is being read. In silence it is: who waits in the queue is told so at once. No seconds are read aloud.
+// Tell how long a prompt is being read, and how much of it has been. In silence it is: who waits in the queue is told so at
+// once. No seconds are read aloud.
 function tellSeconds(conversation, working) {
   const seconds = Math.floor((performance.now() - working.since) / 1000), line = at("status");
   if (working.since === null || seconds < 2) return;
@@ -147,7 +150,7 @@ function tellSeconds(conversation, working) {
   }
   if (conversation !== page.open || line.firstChild?.textContent !== READING) return;
   if (!line.lastElementChild) line.append(element("span", { "aria-hidden": true }));
-  line.lastElementChild.textContent = `, ${seconds} s`;
+  line.lastElementChild.textContent = `${working.share ? `, ${working.share} %` : ""}, ${seconds} s`;
 }
 
 // Keep an answer that has ended, and show how it ended.
@@ -171,11 +174,14 @@ async function finish(conversation, turn, answered, wrong) {
 // Take what came of a stream.
 function take(conversation, working, chunk) {
   const { turn } = working, told = working.status;
-  working.since = chunk.ping ? working.since ?? performance.now() : null;
+  const progress = chunk.prompt_progress;
+  working.since = chunk.ping || progress ? working.since ?? performance.now() : null;
+  working.share = progress?.processed + 1 < progress?.total ? Math.floor((100 * progress.processed) / progress.total) : null;
   turn.event = chunk.event ?? turn.event;
   if (chunk.lost) working.status = "The connection is lost: trying again";
   else if (chunk.before !== undefined) working.status = chunk.before ? `In the queue: ${chunk.before} before you` : "In the queue: you are next";
-  else if (chunk.ping) working.status = READING;
+  else if (chunk.loading) working.status = "Loading the model";
+  else if (chunk.ping || progress) working.status = READING;
   else {
     for (const cycle of chunk.cycles ?? []) {
       cyclesOf(turn).push(cycle);

@@ -1,5 +1,5 @@
 // The dialog of settings, and the first words with the server: its model's name, and whether it asks for a key.
-import { at } from "./dom.js";
+import { at, element } from "./dom.js";
 import * as server from "./server.js";
 import * as settings from "./settings.js";
 import { page, say, showModel } from "./state.js";
@@ -15,6 +15,19 @@ function fill() {
     else field(name).value = value;
   }
   checkSchema();
+  settings.NUMBERS.forEach(checkNumber);
+}
+
+// Say at the field what is wrong with a number.
+function checkNumber(name) {
+  const { validationMessage, nextElementSibling: told } = at(name);
+  told.textContent = validationMessage;
+}
+
+// The first number that its field does not take, as an Error; null where there is none.
+export function outOfBounds() {
+  const wrong = settings.NUMBERS.map(at).find((one) => !one.validity.valid);
+  return wrong ? new Error(`Settings: ${wrong.labels[0].firstChild.textContent.trim()}: ${wrong.validationMessage}`) : null;
 }
 
 function checkSchema() {
@@ -30,6 +43,7 @@ function checkSchema() {
 
 export function askForKey() {
   at("asks-for-key").hidden = false;
+  at("settings-title").after(at("access"));
   if (!at("settings").open) at("settings").showModal();
   at("key").focus();
 }
@@ -55,6 +69,10 @@ export async function meet() {
 
 // Fill the fields with what is kept, and keep what is typed.
 export function listen() {
+  for (const name of settings.NUMBERS) {
+    at(name).after(element("span", { class: "problem wrong", role: "status" }));
+    at(name).addEventListener("input", () => checkNumber(name));
+  }
   fill();
   at("open-settings").addEventListener("click", () => at("settings").showModal());
   at("settings").addEventListener("close", () => {

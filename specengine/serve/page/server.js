@@ -1,7 +1,7 @@
 // The server's endpoints.
 
-// Splits what comes of a stream into events; each is {data}, or {before: a place in the queue}, or {ping: true}; with an
-// id: the event's number, where the server keeps the stream.
+// Splits what comes of a stream into events; each is {data}, or {before: a place in the queue}, {loading: true} or
+// {ping: true}; with an id: the event's number, where the server keeps the stream.
 export class Events {
   #rest = "";
 
@@ -18,6 +18,7 @@ function eventOf(event) {
   if (text.startsWith("data: ")) return { data: text.slice(6), ...id };
   const place = text.match(/^: (\d+) before$/);
   if (place) return { before: Number(place[1]), ...id };
+  if (text === ": loading") return { loading: true, ...id };
   return text.startsWith(":") ? { ping: true, ...id } : null;
 }
 
@@ -44,7 +45,7 @@ export async function models(key) {
 const TRIES_SECONDS = 60; // as long as the server keeps a stream that nobody reads
 export const LOST = "The connection ended in the middle of the answer.";
 
-// The chunks of a streamed answer, and {before} and {ping} while there are none; with the event's number where the server
+// The chunks of a streamed answer, and {before}, {loading} and {ping} while there are none; with the event's number where the server
 // keeps the stream under this name. A kept stream is taken up again where its connection ends: {lost: true}. Without a
 // body it is taken up from the event after the last one. Throws Refused.
 export async function* chunks(body, key, signal, name = null, last = null) {

@@ -1,6 +1,6 @@
 // Settings: fields of the dialog, and what they ask for.
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed"];
+export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed"];
 export const FIELDS = ["system", ...NUMBERS, "stop", "policy", "schema", "markdown"];
 export const DEFAULTS = { max_tokens: "512", markdown: "true" };
 
