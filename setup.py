@@ -12,6 +12,7 @@ An extension that cannot be built is left out, with a word on stderr. SPECENGINE
 with, makes that an error.
 """
 
+import locale
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
 
 OPS, CPU = "specengine._ops", "specengine._cpu"
@@ -241,6 +243,22 @@ class OptionalBuildExt(build_ext):
             raise
 
 
+class SearchedEditableWheel(editable_wheel):
+    """Puts the checkout on the search path as well: mypy and pyright ask no import hook, which setuptools writes.
+
+    It writes one because kernels/ and csrc/ are imported by other names. Folders of the checkout without an
+    `__init__.py`, such as kernels/, hide no package that is installed.
+    """
+
+    def _select_strategy(self, *arguments: Any) -> Any:
+        strategy = super()._select_strategy(*arguments)
+        hook = getattr(strategy, "get_implementation", None)
+        if hook is not None:  # else it writes a path, or links
+            path = f"{Path.cwd()}\n".encode(locale.getencoding())
+            strategy.get_implementation = lambda: [*hook(), ("__editable__.specengine.pth", path)]
+        return strategy
+
+
 def take_clang_cl(compiler: Any) -> None:
     """Let setuptools' compiler of Windows compile with clang-cl: csrc/cpu has vectors that cl does not know."""
     found = shutil.which("clang-cl")
@@ -359,5 +377,5 @@ if __name__ == "__main__":
             "specengine_csrc": ["*.cpp", "cpu/*", "cpu/*/*", "ops/*", "tests/*", "tests/*/*"]
         },
         ext_modules=extensions(),
-        cmdclass={"build_ext": OptionalBuildExt},
+        cmdclass={"build_ext": OptionalBuildExt, "editable_wheel": SearchedEditableWheel},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as type checkers know it: importing typing takes as long as the rest
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, overload
 
     from specengine.drafters import Drafter
     from specengine.engine import Engine, Session
@@ -39,6 +39,29 @@ _MODULES = {
     "StreamPiece": "records",
     "TreePolicy": "policies",
 }
+
+
+if TYPE_CHECKING:
+
+    @overload
+    def generate(
+        prompt: Prompt | None = None,
+        model: Any = None,
+        draft: Any = None,
+        policy: Any = None,
+        *,
+        return_dict_in_generate: bool,
+        **options: Any,
+    ) -> Any: ...
+
+    @overload
+    def generate(
+        prompt: Prompt | None = None,
+        model: Any = None,
+        draft: Any = None,
+        policy: Any = None,
+        **options: Any,
+    ) -> GenerationResult: ...
 
 
 def generate(

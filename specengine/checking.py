@@ -210,13 +210,15 @@ def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[i
     """
     generation = engine.stream(prompt, **options)
     settings = generation.options
-    if settings.samples:
-        raise InputError(
-            "temperature, do_sample: transformers draws other noise; compare greedy answers"
-        )
+    require_input(
+        "temperature, do_sample: transformers draws other noise; compare greedy answers",
+        not settings.samples,
+    )
     for name in ("presence_penalty", "frequency_penalty", "logits_processor", *_NOT_COMPARABLE):
-        if getattr(settings, name):
-            raise InputError(f"{name}: not available in a comparison with transformers' generate")
+        require_input(
+            f"{name}: not available in a comparison with transformers' generate",
+            not getattr(settings, name),
+        )
     names = "repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias suppress_tokens min_new_tokens"
     arguments = {
         name: getattr(settings, name)

@@ -371,7 +371,7 @@ def number(
         lambda name, value: require_value(
             name,
             value,
-            f"a number, {accepted}" if isinstance(value, str) else accepted,
+            accepted if type(value) in (int, float) else f"a number, {accepted}",
             holds(value),
         ),
         float,

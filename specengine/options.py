@@ -178,7 +178,7 @@ class LoadOptions(Checked):
         help="texts that drafts copy from at once: a JSONL file, or a folder",
         metavar="PATH",
     )
-    progress: Callable[[str], None] | None = option()
+    progress: Callable[[str], None] | None = option(reader("a callable or none", callable))
 
     @classmethod
     def names(cls) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from specengine.ops.tree import TokenTree
 
 if TYPE_CHECKING:
     from specengine.models import Successors
+
+SHOWN = 200  # characters of an answer in its repr
 
 
 class TokenLogprob(NamedTuple):
@@ -137,7 +140,7 @@ class Outcome(NamedTuple):
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """Counters and times of one generation, with vLLM's names where vLLM has one.
 
@@ -250,6 +253,9 @@ class Stats:
             name: value for name, value in vars(self).items() if name != "host_shares"
         } | derived
 
+    def __repr__(self) -> str:
+        return f"Stats({self})"
+
     def __str__(self) -> str:
         return (
             f"{self.num_emitted_in_steps} tokens in {self.elapsed_s:.2f} s ({self.tokens_per_second:.1f} tokens/s), "
@@ -284,7 +290,25 @@ def _count(histogram: list[int], index: int) -> None:
     histogram[index] += 1
 
 
-@dataclass(frozen=True)
+class DrawnTree:
+    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text."""
+
+    def __init__(
+        self, tree: TokenTree, accepted: list[int], decode: Callable[[list[int]], str]
+    ) -> None:
+        """accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids."""
+        self.tree = tree
+        self.accepted = accepted
+        self.decode = decode
+
+    def __str__(self) -> str:
+        return self.tree.drawn(lambda token: repr(self.decode([token]) or token), self.accepted)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
     """An answer.
 
@@ -292,24 +316,41 @@ class GenerationResult:
     token_ids      the new tokens, without the prompt
     finish_reason  stop, length or criteria
     logprobs       an entry per token, if requested
+    tree           the tree of the cycle that committed the most tokens, as text by `str`; None without such a cycle
     """
 
     text: str
-    token_ids: list[int] = field(repr=False)
+    token_ids: list[int]
     finish_reason: str
-    stats: Stats = field(repr=False)
+    stats: Stats
     seed: int | None = None
-    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+    logprobs: list[TokenLogprob] | None = None
+    tree: DrawnTree | str | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        text = f"{self.text[:SHOWN]!r}{'...' * (len(self.text) > SHOWN)}"
+        return (
+            f"GenerationResult(text={text}, finish_reason={self.finish_reason!r}, seed={self.seed})"
+        )
 
     def __str__(self) -> str:
         return f"{self.text}\n[{self.finish_reason}: {self.stats}]"
 
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            "a result is one answer, no list: write result.text, or result.token_ids for the new tokens; "
+            "return_dict_in_generate=False returns the tensor that transformers returns"
+        )
+
     def _repr_html_(self) -> str:
         from html import escape
 
+        tree = "" if self.tree is None else escape(str(self.tree))
         return (
             f"<pre style='white-space: pre-wrap'>{escape(self.text)}</pre>"
             f"<small>{escape(f'{self.finish_reason}: {self.stats}')}</small>"
+            + f"<details><summary>tree of the longest step</summary><pre>{tree}</pre></details>"
+            * bool(tree)
         )
 
 

@@ -66,18 +66,18 @@ class Learnt:
         }
         with writing(folder, "learn"):
             if not (folder / FILE).exists():
-                if folder.is_dir() and any(folder.iterdir()):
-                    raise InputError(
-                        f"learn: {folder} holds other files; name a new or an empty folder"
-                    )
+                require_input(
+                    f"learn: {folder} holds other files; name a new or an empty folder",
+                    not (folder.is_dir() and any(folder.iterdir())),
+                )
                 # it will hold what this user wrote
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._write({**begun, "head": None})
             record = self.read()
-        if record.get("format") != FORMAT or "target" not in record:
-            raise InputError(
-                f"learn: {folder / FILE} has another format than {FORMAT}; name another folder"
-            )
+        require_input(
+            f"learn: {folder / FILE} has another format than {FORMAT}; name another folder",
+            record.get("format") == FORMAT and "target" in record,
+        )
         was, now = record["target"], begun["target"]
         require_input(
             f"learn: {folder} was begun for {was.get('model')!r}, got {now['model']!r}",

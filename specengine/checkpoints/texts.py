@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.files import atomic, cache_dir, lines_of, read_text, writing
 
 LIMIT = 64 << 20  # bytes of all texts with their index
@@ -35,10 +35,10 @@ class OwnedTexts:
         self.index, self._file, self._header = index, file, header
         if file is not None and file.exists():
             data = file.read_bytes()
-            if not header.startswith(data[: len(header)]):
-                raise InputError(
-                    f"memory: {file} is of another program, version or tokenizer; name another folder"
-                )
+            require_input(
+                f"memory: {file} is of another program, version or tokenizer; name another folder",
+                header.startswith(data[: len(header)]),
+            )
             if not self.index.read(data[len(header) :], vocab_size) or len(data) < len(header):
                 self._write(file)
 

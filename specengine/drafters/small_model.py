@@ -19,6 +19,7 @@ from specengine.errors import (
     UnsupportedModelError,
     did_you_mean,
     require_input,
+    require_supported,
 )
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
@@ -191,10 +192,10 @@ class SmallModel(RowDraft):
         embedded = checkpoints.embedded
         if not isinstance(draft, str | PreTrainedModel):
             return None
-        if options.draft_options:
-            raise InputError(
-                f"draft_options: accepted for EAGLE heads alone; draft {draft!r} is a small model"
-            )
+        require_input(
+            f"draft_options: accepted for EAGLE heads alone; draft {draft!r} is a small model",
+            not options.draft_options,
+        )
         if isinstance(draft, str) and draft != embedded.NAME:
             missing = checkpoints.checks.why_absent(draft, offline=options.offline)
             if missing is not None:
@@ -246,10 +247,10 @@ class SmallModel(RowDraft):
                 vocabulary == target.vocab_size,
             )
         elif own_tokenizer.get_vocab() != tokenizer.get_vocab():
-            if target.captured:
-                raise UnsupportedModelError(
-                    "draft: its tokenizer is another one than the target's; accepted with graphs=False"
-                )
+            require_supported(
+                "draft: its tokenizer is another one than the target's; accepted with graphs=False",
+                not target.captured,
+            )
             alignment = Alignment(
                 written_by(tokenizer, target.vocab_size),
                 written_by(own_tokenizer, vocabulary),

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -38,7 +38,7 @@ from specengine.models.native import NativeTarget
 from specengine.models.native.weights import progress_bar
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
-from specengine.records import Cycle, GenerationResult, TokenLogprob
+from specengine.records import Cycle, GenerationResult, SpeculativeOutput, TokenLogprob
 from specengine.request.custom_generate import CustomGenerate
 from specengine.request.options import GenerationOptions, Request
 from specengine.request.text import Decoder
@@ -148,15 +148,38 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
         )
         return self
 
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        return_dict_in_generate: Literal[True],
+        **options: Any,
+    ) -> SpeculativeOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        return_dict_in_generate: Literal[False],
+        **options: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def generate(self, prompt: Prompt | None = None, **options: Any) -> GenerationResult: ...
+
     def generate(self, prompt: Prompt | None = None, **options: Any) -> Any:
         """Answer `prompt` (a string, chat messages or token ids) with exactly what plain decoding would give.
 
         options: the fields of GenerationOptions; a call may also be one for transformers' `generate`, with the prompt
         as `**tokenizer(text)`, `input_ids`, `inputs` or `messages`, and arguments that change no token. Returns a
         GenerationResult; with `return_dict_in_generate` True a SpeculativeOutput, with False the LongTensor
-        [1, prompt + new] that transformers returns.
+        [1, prompt + new] that transformers returns. `engine(prompt)` does the same.
         """
         return TextGeneration(self, prompt, options).run()
+
+    __call__ = generate
 
     def stream(self, prompt: Prompt | None = None, **options: Any) -> TextGeneration:
         """Generate as an iterator of StreamPiece; `.result` holds the GenerationResult at the end."""
@@ -171,8 +194,13 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
         is the one that `generate` gives. Each text takes caches of its own. The first error ends all and is raised.
         """
         require("parallel", parallel, "1 or more", type(parallel) is int and parallel >= 1)
-        accepted = "a list of prompts; generate answers one"
-        require_value("prompts", prompts, accepted, not isinstance(prompts, str | bytes | Mapping))
+        require_value(
+            "prompts",
+            prompts,
+            "a list of prompts; generate answers one; of what a tokenizer returns for several texts pass input_ids "
+            "without padding",
+            isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping),
+        )
         asked = list(prompts)
         if parallel == 1 or type(self.target) is not NativeTarget:
             return [self.generate(one, **options) for one in progress_bar(asked, "Answers")]

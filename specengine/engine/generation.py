@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 
@@ -15,11 +15,12 @@ from specengine.drafters._wrappers import Coupled, Guided, Origins
 from specengine.engine.captured import GUIDED_NOTE, CapturedDriver
 from specengine.engine.parts import Drivers, EngineState, slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
-from specengine.errors import InputError, require, require_value
+from specengine.errors import InputError, require, require_input, require_value
 from specengine.models import Target
 from specengine.ops.cuda_graphs import CaptureError, GraphMemoryError, Graphs, sharing
 from specengine.records import (
     Cycle,
+    DrawnTree,
     GenerationResult,
     SpeculativeOutput,
     Stats,
@@ -241,8 +242,10 @@ def run_cycles(
     with contextlib.suppress(GivenUpError), serving(engine), contextlib.ExitStack() as held:
         eager, captured = drivers or engine.drivers.own
         pool = engine.pool
-        if eager.target is not engine.target:
-            raise InputError("the model was changed after this answer was asked for; ask again")
+        require_input(
+            "the model was changed after this answer was asked for; ask again",
+            eager.target is engine.target,
+        )
         if pool is not None:
             slots = slots_of(eager, len(request.prompt) + request.stopper.left)
             yield from pool.place(engine, *slots, ticket)
@@ -349,7 +352,7 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
         ticket: Ticket | None = None,
     ) -> None:
         """options: of GenerationOptions.of, where they are checked already, with their constraint; shown: special
-        tokens whose text the answer shows; ticket: says until when it waits for room beside others. An answer that is
+        tokens whose text the answer shows; ticket: says until when it waits for room among others. An answer that is
         given up while it waits has no pieces and no result."""
         engine.follow()
         target = engine.target
@@ -359,10 +362,10 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
         self.prompt = token_ids(
             cast(Prompt, prompt),
             engine.tokenizer,
-            raw=bool(given.get("raw", False)),
+            raw=plain(given.get("raw")) is True,
             vocab_size=target.vocab_size,
             max_context=target.max_context,
-            allow_special_text=bool(given.get("allow_special_text", True)),
+            allow_special_text=plain(given.get("allow_special_text")) is not False,
         )
         self.options = (
             options
@@ -379,9 +382,10 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
         self._texts = TextStream(Decoder(engine.tokenizer, shown))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        self._sent, self._started = 0, False
+        self._sent = 0
         self._silent = False  # whether the text of pieces is left out, as nobody reads it
-        self._streams = False  # whether a streamer waits for the end
+        self._streams: bool | None = None  # whether a streamer waits for the end; None: not begun
+        self._longest: Cycle | None = None  # the one that committed the most tokens, if several
         self._engine = engine
         self.answer = prepare(
             engine,
@@ -398,6 +402,15 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
     def stats(self) -> Stats:
         """Return the statistics of the cycles so far."""
         return self.answer.request.stats
+
+    @property
+    def prompt_read(self) -> float:
+        """Return the share of the prompt that the target's cache holds, 0 to 1, as far as the target says it.
+
+        May be read from another thread while the first piece is waited for.
+        """
+        cache = getattr(self._engine.target, "cache", None)
+        return min(1.0, getattr(cache, "length", 0) / max(1, len(self.prompt) - 1))
 
     @property
     def stops_passed(self) -> int:
@@ -433,12 +446,13 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
 
     def _advance(self) -> StreamPiece:
         streamer = self.options.streamer
-        if streamer is not None and not self._started:
+        if streamer is not None and self._streams is None:
             self._streams = True
             streamer.put(torch.tensor([self.prompt], dtype=torch.int64, device="cpu"))
-        self._started = True
         cycle = next(self.answer.cycles)
         self._tokens += cycle.tokens
+        if len(cycle.tokens) > (1 if self._longest is None else len(self._longest.tokens)):
+            self._longest = cycle
         self._logprobs += cycle.logprobs or ()
         text = "" if self._silent else self._texts.push(cycle.tokens)
         if streamer is not None:
@@ -460,12 +474,12 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
 
     def silence(self) -> None:
         """Leave out the text of pieces, as nobody reads it, unless a streamer does or some were read."""
-        self._silent = self.options.streamer is None and not self._started
+        self._silent = self.options.streamer is None and not self._tokens
 
     def run(self) -> Any:
         """Generate to the end; the result in the form that `return_dict_in_generate` asks for."""
         streams = self.options.streamer is not None
-        self._silent = self._silent or not (streams or self._started)
+        self._silent = self._silent or not (streams or self._tokens)
         with (
             contextlib.nullcontext() if streams else self._engine.target.running()
         ):  # nobody looks at pieces meanwhile
@@ -518,6 +532,9 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
             self.stats,
             self.options.seed,
             None if self.options.logprobs is None else self._logprobs,
+            None
+            if (longest := self._longest) is None
+            else DrawnTree(longest.tree, longest.agreed[1:], self._texts.decode),
         )
         return text
 
@@ -614,8 +631,22 @@ class Session:
     """A conversation. `messages` holds the turns so far; each turn runs only what the caches do not hold yet."""
 
     def __init__(self, engine: EngineState, messages: list[dict[str, str]] | None = None) -> None:
+        require_value(
+            "messages",
+            messages,
+            "a list of messages (role, content)",
+            isinstance(messages, list | tuple | None),
+        )
         self.engine = engine
         self.messages = list(messages or [])
+
+    @overload
+    def generate(
+        self, text: str, *, return_dict_in_generate: bool, **options: Any
+    ) -> SpeculativeOutput | torch.Tensor: ...
+
+    @overload
+    def generate(self, text: str, **options: Any) -> GenerationResult: ...
 
     def generate(self, text: str, **options: Any) -> Any:
         """Add a user turn and answer it; options and result as in Engine.generate."""
@@ -630,8 +661,8 @@ class _Turn(TextGeneration):
     """A turn that writes itself into its session once it is complete."""
 
     def __init__(self, session: Session, text: str, options: Mapping[str, Any]) -> None:
-        if not isinstance(text, str) or not text:
-            raise InputError("text: it is empty, a turn needs text")
+        require_value("text", text, "a string", isinstance(text, str))
+        require_input("text: it is empty, a turn needs text", bool(text))
         self._session, self._turn = session, {"role": "user", "content": text}
         super().__init__(session.engine, [*session.messages, self._turn], options, reuse_cache=True)
 

@@ -266,10 +266,10 @@ class CausalLM:
             return
         fresh = type(self)(self.model, pack=self.packed)
         fresh.widen(self.widest)
-        if fresh.sizes != self.sizes:
-            raise UnsupportedModelError(
-                f"{model_name(self.model)}: {changed} was changed since it was loaded; make a new engine"
-            )
+        require_supported(
+            f"{model_name(self.model)}: {changed} was changed since it was loaded; make a new engine",
+            fresh.sizes == self.sizes,
+        )
         self.__dict__.update(fresh.__dict__, version=self.version + 1, seconds=self.seconds)
 
     def refresh(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
 
-from specengine.errors import SpecEngineError, UnsupportedModelError
+from specengine.errors import SpecEngineError, require_supported
 from specengine.models.configs import NO_MEMORY
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.kv_cache import CacheLayout, Logits
@@ -136,11 +136,11 @@ class OwnCacheLM(CausalLM):
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         out = self._twin.modules(input_ids=token, output_hidden_states=True)
         count = len(getattr(out, "hidden_states", None) or ())
-        if count != self.layers + 1 or not all(0 <= i < count for i in ids):
-            raise UnsupportedModelError(
-                f"{model_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
-                f"{', '.join(map(str, ids))} of {self.layers + 1}"
-            )
+        require_supported(
+            f"{model_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
+            f"{', '.join(map(str, ids))} of {self.layers + 1}",
+            count == self.layers + 1 and all(0 <= i < count for i in ids),
+        )
 
     def extend(  # type: ignore[override]
         self,

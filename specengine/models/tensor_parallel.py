@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specengine import ops
 from specengine.errors import (
-    InputError,
     RankError,
     UnsupportedModelError,
     require_input,
@@ -52,10 +51,10 @@ def require_launched() -> None:
         "tp_plan: this is the only process; start it by torchrun --nproc-per-node N, which sets WORLD_SIZE and RANK",
         launched(),
     )
-    if dist.is_available() and dist.is_initialized() and _TAKEN:
-        raise InputError(
-            "tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun"
-        )
+    require_input(
+        "tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun",
+        not (dist.is_available() and dist.is_initialized() and _TAKEN),
+    )
 
 
 def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:

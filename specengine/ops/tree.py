@@ -6,7 +6,7 @@ A number is what a rule computes with: Python's where reading it is free, else a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -735,14 +735,20 @@ class TokenTree:
     def __len__(self) -> int:
         return int(self.size)
 
-    def __str__(self) -> str:
-        """Return a line per node, below its parent: the token, and the draft's probability of the edge to it."""
+    def drawn(self, text: Callable[[int], str] = str, accepted: Collection[int] = ()) -> str:
+        """Return a line per node, below its parent: the token, and the draft's probability of the edge to it.
+
+        text: of a token; accepted: the nodes that are marked
+        """
         parents = self.parents.tolist()
         tokens, edges = self.tokens.tolist(), self.log_probs.exp().tolist()
         return "\n".join(
-            f"{'  ' * (len(path) - 1)}{tokens[path[-1]]} {edges[path[-1]]:.3f}"
+            f"{'  ' * (len(path) - 1)}{text(tokens[path[-1]])} {edges[path[-1]]:.3f}"
+            f"{' accepted' * (path[-1] in accepted)}"
             for path in sorted(path_of(parents, node) for node in range(len(self)))
         )
+
+    __str__ = drawn
 
     def _repr_html_(self) -> str:
         return f"<pre>{self}</pre>"

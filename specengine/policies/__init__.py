@@ -151,8 +151,7 @@ def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
         raise InputError(
             f"policy: got {shown(policy)}, accepted {', '.join(names())} or a TreePolicy"
         )
-    if options:
-        raise InputError("policy_options: they need a policy given by name")
+    require_input("policy_options: they need a policy given by name", not options)
     return policy
 
 

@@ -127,10 +127,10 @@ def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
         positions is None or positions.flatten().tolist() == list(range(input_ids.shape[1])),
     )
     past = inputs.get("past_key_values")
-    if past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length()):
-        raise InputError(
-            "past_key_values: not supported, the engine has a cache of its own; sessions reuse it"
-        )
+    require_input(
+        "past_key_values: not supported, the engine has a cache of its own; sessions reuse it",
+        past is None or not (getattr(past, "_is_user_defined", False) or past.get_seq_length()),
+    )
     for name, value in inputs.items():
         if name not in _PREPARED and value is not None:
             raise InputError(f"{name}: not supported by speculative decoding here")

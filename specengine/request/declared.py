@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specengine.errors import (
     MAX_NUMBER,
+    MAYBE,
     NAMES,
     TRUTH,
     Declaration,
@@ -133,7 +134,7 @@ class DeclaredOptions:
         field=RequestField("max_tokens", written=True),
     )
     """tokens to generate at most; by default what max_length of a config leaves, else 256"""
-    do_sample: bool | None = option()
+    do_sample: bool | None = option(MAYBE)
     """sample instead of taking the most likely token. A temperature above 0 implies it, and so does a top_k, top_p,
     min_p or typical_p that truncates. True, here or in a config, draws from the 50 likeliest tokens where no top_k is
     given, as in transformers; implied sampling draws from all"""
@@ -260,7 +261,7 @@ class DeclaredOptions:
         Reader(_check_config), line=False, as_is=True
     )
     """as in transformers"""
-    return_dict_in_generate: bool | None = option(line=False)
+    return_dict_in_generate: bool | None = option(MAYBE, line=False)
     """as in transformers"""
     raw: bool = option(TRUTH, default=False)
     """take a string prompt as it is, without the chat template"""

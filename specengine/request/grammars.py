@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from specengine.errors import InputError, missing_extra, require, shown
+from specengine.errors import InputError, missing_extra, require, require_input, shown
 from specengine.files import MARK
 from specengine.models import common_prefix
 from specengine.request import schemas
@@ -231,10 +231,10 @@ class Vocabularies:
         return (list(self._tokenizer.all_special_ids) or [len(self._tokenizer) - 1])[-1]
 
     def _vocabulary(self, field: str, ends: tuple[int, ...]) -> Any:
-        if self._tokenizer is None:
-            raise InputError(
-                f"{field}: it needs a tokenizer, pass tokenizer= when loading the engine"
-            )
+        require_input(
+            f"{field}: it needs a tokenizer, pass tokenizer= when loading the engine",
+            self._tokenizer is not None,
+        )
         if ends not in self._made:
             size = max(self._size, len(self._tokenizer))
             end_ids = list(ends) or [self._stand_in]

@@ -149,7 +149,12 @@ def _encode(
     ids = [plain(item) if is_number(item) else item for item in items]
     if all(type(item) is int for item in ids):
         return ids
-    raise InputError(f"prompt: {ACCEPTED}; for several prompts call generate_many")
+    wrong = next(item for item in ids if type(item) is not int)
+    several = isinstance(wrong, str | list | tuple | Mapping)
+    reason = (
+        "for several prompts call generate_many" if several else f"got {shown(wrong)} in a list"
+    )
+    raise InputError(f"prompt: {ACCEPTED}; {reason}")
 
 
 def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specengine.errors import InputError, require_suffix
+from specengine.errors import InputError, require_input, require_suffix
 from specengine.files import atomic, writing
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, Query, Trace, TracedCycle
 
@@ -37,8 +37,7 @@ def draw(traces: Sequence[Trace], folder: Path) -> list[Path]:
     """
     traces = [trace for trace in traces if _with_cycles(trace)]
     runs = list(zip(_labels(traces), map(_with_cycles, traces), strict=True))
-    if not runs:
-        raise InputError("pictures: these traces have no cycles")
+    require_input("pictures: these traces have no cycles", bool(runs))
     drawings = {
         "acceptance-by-depth-and-rank": _heat_maps,
         "acceptance-length": _lengths,

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.errors import InputError, require_value, shown
+from specengine.errors import InputError, require_input, require_value, shown
 
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -202,14 +202,14 @@ class _Reading:
             ", ".join(_FIELDS),
             isinstance(kind, str) and kind in _FIELDS,
         )
-        if self._header is None and kind != "trace":
-            raise InputError(
-                f"trace: {where}: record: got {kind}, but a trace begins with a record trace"
-            )
-        if kind == "trace" and record.get("format") != FORMAT:
-            raise InputError(
-                f"trace: {where}: format: got {shown(record.get('format'))}, this specengine reads {FORMAT}"
-            )
+        require_input(
+            f"trace: {where}: record: got {kind}, but a trace begins with a record trace",
+            self._header is not None or kind == "trace",
+        )
+        require_input(
+            f"trace: {where}: format: got {shown(record.get('format'))}, this specengine reads {FORMAT}",
+            kind != "trace" or record.get("format") == FORMAT,
+        )
         record = {**_DEFAULTS.get(kind, {}), **record}
         _check_fields(record, kind, where)
         getattr(self, f"_take_{kind}")(record, where)
@@ -225,8 +225,7 @@ class _Reading:
         )
 
     def _take_trace(self, record: dict[str, Any], where: str) -> None:
-        if self._header is not None:
-            raise InputError(f"trace: {where}: record: a second record trace")
+        require_input(f"trace: {where}: record: a second record trace", self._header is None)
         self._header = {name: value for name, value in record.items() if name != "format"}
 
     def _take_query(self, record: dict[str, Any], where: str) -> None:
@@ -240,8 +239,10 @@ class _Reading:
         self._open_query("end", where).update(record)
 
     def _open_query(self, kind: str, where: str) -> dict[str, Any]:
-        if not self._queries or "stats" in self._queries[-1]:
-            raise InputError(f"trace: {where}: record: got {kind} outside a query")
+        require_input(
+            f"trace: {where}: record: got {kind} outside a query",
+            bool(self._queries) and "stats" not in self._queries[-1],
+        )
         return self._queries[-1]
 
 
@@ -334,8 +335,7 @@ _FIELDS: dict[str, dict[str, Check]] = {
 def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
     checks = _FIELDS[kind]
     for name, (accepted, holds) in checks.items():
-        if name not in record:
-            raise InputError(f"trace: {where}: {kind}.{name} is missing")
+        require_input(f"trace: {where}: {kind}.{name} is missing", name in record)
         require_value(f"trace: {where}: {kind}.{name}", record[name], accepted, holds(record[name]))
     unknown = record.keys() - checks.keys()
     if unknown:

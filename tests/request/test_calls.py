@@ -95,6 +95,29 @@ def test_generate_many_refuses_one_prompt(prompts: Any) -> None:
         engine_of().generate_many(prompts)
 
 
+@pytest.mark.parametrize("prompts", [True, 1, float("nan"), None])
+def test_generate_many_refuses_what_is_no_list(prompts: Any) -> None:
+    with pytest.raises(InputError, match=r"prompts: got (True|1|nan|None), accepted a list of"):
+        engine_of().generate_many(prompts)
+
+
+def test_habits_of_other_libraries_work_or_are_told_what_to_write() -> None:
+    engine = engine_of(tokenizer=tokenizer())
+    result = engine.generate("Hello", max_new_tokens=4)
+    assert engine("Hello", max_new_tokens=4).token_ids == result.token_ids
+    with pytest.raises(TypeError, match=r"one answer, no list: write result\.text, or .*token_ids"):
+        result[0]
+    texts = ["Hello", "there"]
+    with pytest.raises(InputError, match=r"for several texts pass input_ids without padding"):
+        engine.generate_many(tokenizer()(texts))
+    answers = engine.generate_many(tokenizer()(texts)["input_ids"], max_new_tokens=4)
+    assert len(answers) == 2
+    with pytest.raises(InputError, match=r"messages: got 'Be brief', accepted a list of messages"):
+        engine.session("Be brief")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="text: got True, accepted a string"):
+        engine.session().generate(True)  # type: ignore[call-overload]
+
+
 def test_a_call_without_a_prompt_names_what_can_be_one() -> None:
     with pytest.raises(InputError, match="prompt: got none, accepted one of prompt, input_ids"):
         engine_of().stream(max_new_tokens=2)
