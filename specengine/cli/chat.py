@@ -1,7 +1,6 @@
 """specengine chat: a conversation on the command line."""
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any
 
 from specengine.cli import given, learn
 from specengine.cli.commands import CHAT_COMMANDS
-from specengine.cli.terminal import Markdown, Progress, has_toolkit, say, typed, write
+from specengine.cli.terminal import Markdown, has_toolkit, say, typed, write
 from specengine.cli.verdict import Seen, break_even, known_costs, verdict
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import (
@@ -19,15 +18,20 @@ from specengine.errors import (
     SpecEngineError,
     did_you_mean,
     install_command,
+    require_input,
     shown,
 )
 from specengine.files import MARK, atomic, read_object, writing
 from specengine.records import Stats
 from specengine.request.declared import flags
+from specengine.request.text import Decoder
 from specengine.trace import TraceWriter
 
 ENDS = ["/quit", "/exit", "/bye", "/q"]
-LONG_TOKENS = 256  # of what is added to a prompt: reading them takes a while
+LOOP_TOKENS, MAX_PERIOD = (
+    256,
+    64,
+)  # of an answer that loops: the tokens that repeat, the longest period
 TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -69,6 +73,7 @@ class Chat:
             "/set": self._set,
             "/stats": self._stats,
             "/more": self._more,
+            "/continue": self._more,
             "/retry": lambda rest: self._answer(self._last("retry")),
             "/undo": lambda rest: say(f"taken back: {shown(self._last('undo'))}"),
             "/save": self._save,
@@ -77,7 +82,7 @@ class Chat:
 
     def _begin(self, messages: list[dict[str, str]]) -> None:
         self.session = self.engine.session(messages)
-        self.cut: list[int] = []  # prompt and answer, where the last one ended by its length
+        self.cut: list[int] = []  # prompt and answer, where the last one can go on
         self.read = 0  # tokens of the last prompt and its answer
 
     def run(self) -> None:
@@ -119,6 +124,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Answer a message. Ctrl-C stops the answer, and the text so far stays in the conversation."""
+        self.cut = []
         turn = self.session.stream(text, **self._options())
         if len(self.session.messages) <= 1:
             given.note_idle_options(self.arguments, turn)
@@ -137,29 +143,57 @@ class Chat:
             if self.markdown is None
             else (self.markdown.write, self.markdown.end)
         )
+        tokens: list[int] = []
         stats, state = turn.stats, ""
         try:
-            with contextlib.ExitStack() as waiting, given.follow(turn, self.trace) as pieces:
-                if (new := len(turn.prompt) - self.read) >= LONG_TOKENS:
-                    waiting.enter_context(Progress(1).step(f"reading {new:,} tokens"))
+            with given.follow(turn, self.trace, self.read) as pieces:
                 for piece in pieces:
-                    waiting.close()
+                    tokens += piece.cycle.tokens
                     texts.append(piece.text)
                     show(piece.text)
+                    if turn.result is None and self._loops(tokens):
+                        state = f"stopped, as the last {LOOP_TOKENS} tokens repeat themselves, "
+                        break
         except KeyboardInterrupt:
             turn.close()
             state = "stopped, "
         finally:
             end()
-        self.read, self.cut = len(turn.prompt) + stats.num_generated_tokens, []
+        text = "".join(texts)
         if turn.result is not None and turn.result.finish_reason == "length":
-            self.cut, state = [*turn.prompt, *turn.result.token_ids], "cut; continue with /more; "
+            state = "cut; "
+        elif state:
+            tokens = self._tokens_of(text, tokens)
+        goes_on = tokens or (
+            self.cut and not text
+        )  # a cut answer may have been stopped before more
+        self.cut = [*turn.prompt, *tokens] if state and goes_on else []
+        state += "continue with /more; " * bool(self.cut)
+        self.read = len(turn.prompt) + stats.num_generated_tokens
         self.answers.append(stats)
         say(
             f"({state}{stats.num_generated_tokens} tokens, {stats.tokens_per_second:.1f} per second, "
             f"acceptance length {stats.mean_acceptance_length:.2f})"
         )
-        return "".join(texts)
+        return text
+
+    def _loops(self, tokens: list[int]) -> bool:
+        """Return whether an answer without a limit repeats its last tokens again and again."""
+        last = tokens[-LOOP_TOKENS:]
+        return (
+            self.arguments.max_new_tokens is None
+            and len(last) == LOOP_TOKENS
+            and any(
+                last[-1] == last[-1 - period] and last[period:] == last[:-period]
+                for period in range(1, MAX_PERIOD + 1)
+            )
+        )
+
+    def _tokens_of(self, text: str, tokens: list[int]) -> list[int]:
+        """Return the first of these tokens that make up a text; none of no text, or where it ends within one."""
+        decode = Decoder(self.engine.tokenizer)
+        counts = range(len(tokens), 0, -1) if text else ()
+        return next((tokens[:count] for count in counts if decode(tokens[:count]) == text), [])
 
     # ---- commands
 
@@ -167,8 +201,7 @@ class Chat:
         say(CHAT_COMMANDS)
 
     def _more(self, rest: str) -> None:
-        if not self.cut:
-            raise InputError("more: the last answer was not cut")
+        require_input("more: the last answer was not cut", bool(self.cut))
         self.session.messages[-1]["content"] += self._show(
             TextGeneration(self.engine, self.cut, self._options(), reuse_cache=True)
         )
@@ -177,8 +210,7 @@ class Chat:
         """Take the last message of the user and what follows out of the conversation. Return its text."""
         messages = self.session.messages
         places = [place for place, each in enumerate(messages) if each["role"] == "user"]
-        if not places:
-            raise InputError(f"{command}: there is no message yet")
+        require_input(f"{command}: there is no message yet", bool(places))
         text = messages[places[-1]]["content"]
         del messages[places[-1] :]
         self.cut = []
@@ -203,10 +235,10 @@ class Chat:
         if dest == "system":
             self._set_system(text)
             return
-        if dest not in options:
-            raise InputError(
-                f"set: unknown option {name!r}{did_you_mean(dest, options)}; known are {', '.join(options)}"
-            )
+        require_input(
+            f"set: unknown option {name!r}{did_you_mean(dest, options)}; known are {', '.join(options)}",
+            dest in options,
+        )
         before = getattr(self.arguments, dest)
         setattr(self.arguments, dest, _value(options[dest], text, before))
         try:
@@ -255,8 +287,10 @@ class Chat:
 
     def _save(self, rest: str) -> None:
         file = _file("save", rest)
-        if file.exists() and _messages(file) is None:
-            raise InputError(f"save: {file} is there and holds no conversation; name another file")
+        require_input(
+            f"save: {file} is there and holds no conversation; name another file",
+            not file.exists() or _messages(file) is not None,
+        )
         with writing(file, "save"), atomic(file) as temporary:
             temporary.write_text(
                 json.dumps({"messages": self.session.messages}, ensure_ascii=False) + "\n",
@@ -266,8 +300,7 @@ class Chat:
 
     def _load(self, rest: str) -> None:
         file = _file("load", rest)
-        if not file.is_file():
-            raise InputError(f"load: there is no file {file}")
+        require_input(f"load: there is no file {file}", file.is_file())
         messages = _messages(file)
         if messages is None:
             raise InputError(f"load: {file} holds no conversation that /save wrote")
@@ -292,8 +325,7 @@ def _value(declared: Declaration, text: str, before: Any) -> Any:
 
 
 def _file(command: str, rest: str) -> Path:
-    if not rest:
-        raise InputError(f"{command}: name a file, as /{command} talk.json")
+    require_input(f"{command}: name a file, as /{command} talk.json", bool(rest))
     return Path(rest).expanduser()
 
 

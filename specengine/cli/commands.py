@@ -73,9 +73,9 @@ def add_generate(parser: Parser) -> None:
 
 CHAT_COMMANDS = (
     "/help shows this, /reset starts over, /set shows and changes options, /stats shows speed and what drafts bring, "
-    "/more goes on with an answer that was cut, /retry answers again, /undo takes a turn back, /save FILE and /load "
-    "FILE keep the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, // begins a message with a slash, "
-    '""" begins and ends one of several lines'
+    "/more or /continue goes on with an answer that was cut or stopped, /retry answers again, /undo takes a turn back, "
+    "/save FILE and /load FILE keep the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer, // begins a "
+    'message with a slash, """ begins and ends one of several lines'
 )
 
 

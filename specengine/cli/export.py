@@ -54,13 +54,11 @@ def _source(arguments: argparse.Namespace) -> tuple[Path, str | None]:
     if shipped is not None and not Path(arguments.head).is_dir():
         return shipped, models.embedded.NAME
     folder = head_folder(arguments.head, offline=arguments.offline)
-    require_input(
-        f"head: {models.embedded.missing_head(models.embedded.NAME)}",
-        folder is not None or arguments.head not in names,
-    )
     if folder is None:
         raise InputError(
-            f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}"
+            f"head: {models.embedded.missing_head(models.embedded.NAME)}"
+            if arguments.head in names
+            else f"head: got {arguments.head}, accepted a folder or Hub id of an EAGLE head, or {names[0]}"
         )
     return folder, None
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from specengine import registry
 from specengine.benchmark.workloads import entry_of
 from specengine.checkpoints import eagle, embedded
 from specengine.cli.parser import LOADING, flag
-from specengine.cli.terminal import say, tell
+from specengine.cli.terminal import Progress, say, tell
 from specengine.costs.measuring import stored
 from specengine.engine import Engine, TextGeneration
 from specengine.errors import (
@@ -34,6 +35,8 @@ from specengine.request.declared import flags
 from specengine.request.options import GenerationOptions
 from specengine.request.prompts import Prompt
 from specengine.trace import TraceWriter
+
+LONG_TOKENS = 256  # of what is added to a prompt: reading them takes a while
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,22 @@ def open_trace(
     return TraceWriter(arguments.trace, engine) if arguments.trace else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
 def follow(
-    generation: TextGeneration, trace: TraceWriter | None
-) -> contextlib.AbstractContextManager[Iterator[StreamPiece]]:
-    """Return the pieces of `generation`, which are also written to the trace if there is one."""
-    return contextlib.closing(generation if trace is None else trace.follow(generation))
+    generation: TextGeneration, trace: TraceWriter | None, cached: int = 0
+) -> Iterator[Iterator[StreamPiece]]:
+    """Return the pieces of `generation`, which are also written to the trace if there is one.
+
+    While the first one is waited for, a terminal shows how much of a long prompt has been read. cached: tokens of
+    the prompt that caches hold already.
+    """
+    with contextlib.closing(generation if trace is None else trace.follow(generation)) as pieces:
+        if (count := len(generation.prompt) - cached) < LONG_TOKENS:
+            yield pieces
+            return
+        with Progress(1).step(f"reading {count:,} tokens", lambda: generation.prompt_read):
+            first = next(pieces)
+        yield itertools.chain([first], pieces)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specengine.cli import given
+from specengine.cli import given, terminal
 from specengine.cli.terminal import say
 from specengine.errors import InputError, require
 
@@ -46,16 +46,8 @@ def beside(recipe: given.EngineArguments, idle: Callable[[], bool]) -> Iterator[
     if folder is None:
         yield
         return
-    ended = threading.Event()
-    watch = threading.Thread(
-        target=_watch, args=(recipe, Path(folder), idle, ended), name="learning", daemon=True
-    )
-    watch.start()
-    try:
+    with terminal.beside(functools.partial(_watch, recipe, Path(folder), idle)):
         yield
-    finally:
-        ended.set()
-        watch.join()
 
 
 def _watch(

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,19 @@ def why_no_colours(stream: str = "stdout") -> str | None:
     return None if getattr(sys, stream).isatty() else "standard output is not a terminal"
 
 
+@contextlib.contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a thread meanwhile. work: ends soon after the event that it gets is set."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Progress:
     """At a terminal, a line on standard error that says which of all steps is under way, and then is gone."""
 
@@ -109,18 +123,26 @@ class Progress:
         self.steps, self.done = steps, 0
 
     @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[None]:
+    def step(self, what: str, share: Callable[[], float] | None = None) -> Iterator[None]:
+        """Show a step meanwhile. share: returns how much of it is done, 0 to 1, to be shown as well."""
         self.done += 1
-        shown = why_no_colours("stderr") is None
-        if shown:
-            print(f"[{self.done}/{self.steps}] {what}", end="", file=sys.stderr, flush=True)
-        try:
+        if why_no_colours("stderr") is not None:
             yield
-        finally:
-            if shown:
-                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            return
+        line = f"[{self.done}/{self.steps}] {what}"
+
+        def draw(ended: threading.Event) -> None:
+            print(line, end="", file=sys.stderr, flush=True)
+            while share is not None and not ended.wait(UPDATE_SECONDS):
+                print(f"\r\x1b[K{line}: {share():.0%}", end="", file=sys.stderr, flush=True)
+            ended.wait()
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+        with beside(draw):
+            yield
 
 
+UPDATE_SECONDS = 0.5  # between two looks at how much of a step is done
 PROMPT, CONTINUED = "> ", "... "
 FENCE = '"""'  # around a message of several lines
 REMEMBERED = 1000  # lines of readline's history

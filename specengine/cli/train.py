@@ -9,7 +9,7 @@ from typing import Any
 from specengine.cli.given import load_options, read_prompts, target_name
 from specengine.cli.terminal import say
 from specengine.engine import Engine
-from specengine.errors import InputError, require, require_known
+from specengine.errors import require, require_known, require_options
 from specengine.models.eagle import default_layer_ids
 from specengine.models.native import NativeTarget
 from specengine.registry import build
@@ -127,11 +127,7 @@ def _classifier_options(
     """Split the options between collecting and training; InputError for an unknown one."""
     collecting = {field.name for field in fields(CollectOptions)}
     accepted = collecting | {field.name for field in fields(ClassifierOptions)}
-    for name in options:
-        if name not in accepted:
-            raise InputError(
-                f"option: unknown option {name!r}, known are {', '.join(sorted(accepted))}"
-            )
+    require_options(options, sorted(accepted), "option: ")
     which = build(
         CollectOptions,
         {name: value for name, value in options.items() if name in collecting},

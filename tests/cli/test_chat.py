@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from specengine import cycle
 from specengine.cli import chat, main, terminal
 from specengine.cli.commands import make_parser
 from specengine.errors import InputError
+from specengine.models.native import NativeLM
 from tests.cli.streams import Terminal, pipe_in
 
 
@@ -273,6 +275,81 @@ def test_an_answer_that_was_cut_goes_on(folder: str, capsys: Any) -> None:
         talk._command("/more")
 
 
+@pytest.mark.parametrize("command", ["/more", "/continue"])
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_a_stopped_answer_goes_on_where_it_was(
+    folder: str, capsys: Any, monkeypatch: Any, command: str, stop_at: int
+) -> None:
+    real, calls = chat.write, []
+
+    def write(text: str) -> None:
+        calls.append(text)
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        real(text)
+
+    monkeypatch.setattr(chat, "write", write)
+    talk = of(folder, "--policy", "plain")
+    talk._answer("hello")
+    assert "(stopped, continue with /more; " in capsys.readouterr().err
+    begun = talk.session.messages[1]["content"]
+    (whole,) = turns(folder, "hello", max_new_tokens=24)
+    assert whole.startswith(begun)
+    assert 0 < len(begun) < len(whole)
+    talk._command("/set", "max_new_tokens 24")
+    talk._command(command)
+    assert talk.session.messages[1]["content"].startswith(whole)
+    talk._answer("again")
+    assert len(talk.session.messages) == 4
+
+
+def test_an_answer_that_was_stopped_before_its_first_text_does_not_go_on(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    talk = of(folder)
+    talk._answer("hello")
+    cut = talk.cut
+    with monkeypatch.context() as patched:
+        patched.setattr(specengine.engine.TextGeneration, "_advance", interrupted)
+        talk._command("/more")
+        assert talk.cut == cut, "the cut answer still goes on"
+        talk._answer("again")
+    assert "(stopped, 0 tokens, " in capsys.readouterr().err
+    assert len(talk.session.messages) == 2
+    with pytest.raises(InputError, match=r"more: the last answer was not cut"):
+        talk._command("/more")
+
+
+def test_an_answer_without_a_limit_ends_where_it_repeats_itself(
+    folder: str, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(chat, "LOOP_TOKENS", 24)
+    monkeypatch.setattr(chat, "MAX_PERIOD", 6)
+    talk = of(folder, "--policy", "plain")
+    assert not talk._loops([7] * 99), "a limit was asked for"
+    talk.arguments.max_new_tokens = None
+    assert talk._loops([1, 2, 3] * 8)
+    assert not talk._loops([1, 2, 3] * 7), "too short"
+    assert not talk._loops([*([1, 2, 3] * 8), 4])
+    assert not talk._loops(list(range(24)))
+    same = {"sequence_bias": [[[65], 90.0]]}
+    monkeypatch.setattr(talk, "_options", lambda: {"max_new_tokens": 400, **same})
+    talk._answer("hello")
+    repeats = (
+        r"\(stopped, as the last 24 tokens repeat themselves, continue with /more; \d\d tokens"
+    )
+    assert re.match(repeats, capsys.readouterr().err)
+    first = talk.session.messages[1]["content"]
+    talk._command("/more")
+    more = talk.session.messages[1]["content"]
+    (whole,) = turns(folder, "hello", max_new_tokens=400, **same)
+    assert whole.startswith(more)
+    assert len(first) < len(more) < len(whole)
+
+
 def test_turns_are_answered_again_and_taken_back(folder: str, capsys: Any) -> None:
     talk = of(folder, "--system", "Be short.")
     talk._answer("hello")
@@ -313,6 +390,32 @@ def test_a_long_prompt_is_said_to_be_read(folder: str, capsys: Any, monkeypatch:
     talk._reset("")
     talk._answer("y" * 300)
     assert re.search(r"reading 3\d\d tokens", capsys.readouterr().err), "counted anew"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_terminal_shows_how_much_of_a_long_prompt_is_read(
+    folder: str, capsys: Any, monkeypatch: Any, command: str
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(terminal, "UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr("specengine.models.native.lm.PREFILL_ROWS", 128)
+    real = NativeLM.run
+
+    def slow(self: NativeLM, *batches: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return real(self, *batches, **options)
+
+    monkeypatch.setattr(NativeLM, "run", slow)
+    if command == "chat":
+        of(folder, "--policy", "plain")._answer("x" * 300)
+    else:
+        words = ["generate", "x" * 300, "--model", folder, "--policy", "plain"]
+        assert main([*words, "--max-new-tokens", "2"]) == 0
+    err = capsys.readouterr().err
+    shares = list(map(int, re.findall(r"reading 3\d\d tokens: (\d+)%", err)))
+    assert shares == sorted(shares)
+    assert {0, 100} < set(shares), "and some between"
+    assert "tokens: 100%\r\x1b[K" in err, "the line is gone"
 
 
 def test_lines_are_broken_between_words(folder: str, capsys: Any, monkeypatch: Any) -> None:
