@@ -454,8 +454,9 @@ def load_tokenizer(options: LoadOptions) -> Any:
             )
             with gguf.read(path) as file:
                 return taking_texts(gguf.tokenizer(file))
-        if looks_like_path(name) and not Path(name).exists():
-            raise InputError("there is no such file or folder")
+        require_input(
+            "there is no such file or folder", not looks_like_path(name) or Path(name).exists()
+        )
         return taking_texts(tokenizer_at(name, options.offline, options.trust_remote_code))
     except Exception as error:  # transformers raises of many kinds over files that hold none
         reason = (why(error).splitlines() or [type(error).__name__])[0]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from specengine.cli.commands import FORMER, make_parser
+from specengine.cli.commands import make_parser
 from specengine.cli.parser import RANKS
 from specengine.cli.terminal import OutputError, prepare, say, tell
 from specengine.errors import DrafterError, PolicyError, SpecEngineError, require_input
@@ -27,9 +27,7 @@ def main(arguments: Sequence[str] | None = None, ready: Callable[[], None] = lam
     prepare()
     parsed: Any = None
     try:
-        parsed = make_parser().parse_args(
-            _renamed(sys.argv[1:] if arguments is None else arguments)
-        )
+        parsed = make_parser().parse_args(arguments)
         ready()
         model = parsed.loads(parsed)
         require_input(
@@ -55,20 +53,6 @@ def main(arguments: Sequence[str] | None = None, ready: Callable[[], None] = lam
         return _lost(error)
     except Exception as error:
         return _failed(parsed, error)
-
-
-def _renamed(words: Sequence[str]) -> list[str]:
-    """Return a command line with the command's present name. Say it where a former one was given."""
-    for place, word in enumerate(words):
-        if word in FORMER:
-            now = FORMER[word]
-            say(
-                f"specengine: note: write `specengine {' '.join(now)}`; the next version drops the name `{word}`"
-            )
-            return [*words[:place], *now, *words[place + 1 :]]
-        if word != "--debug":
-            break
-    return list(words)
 
 
 def _failed(parsed: Any, error: Exception) -> int:

@@ -451,14 +451,6 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], str]] = {
 }
 
 
-FORMER = {  # names of commands up to version 0.1, and what to write
-    "inspect": ("doctor", "--inspect"),
-    "calibrate": ("doctor", "--calibrate"),
-    "demo": ("bench", "--demo"),
-    "learn": ("train", "learn"),
-}
-
-
 def make_parser() -> Parser:
     """Return the parser. In its results `run` names the function to run; `loads` returns the model to load, if any."""
     parser = Parser(

@@ -374,10 +374,10 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
                 options, target.generation_config, len(self.prompt), target.max_context
             )
         )
-        if self.options.stops and engine.tokenizer is None:
-            raise InputError(
-                "stop_strings: they need a tokenizer, pass tokenizer= when loading the engine"
-            )
+        require_input(
+            "stop_strings: they need a tokenizer, pass tokenizer= when loading the engine",
+            not self.options.stops or engine.tokenizer is not None,
+        )
         self.result: GenerationResult | None = None
         self._texts = TextStream(Decoder(engine.tokenizer, shown))
         self._tokens: list[int] = []

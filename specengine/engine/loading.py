@@ -137,20 +137,17 @@ def load(
     """Return the parts for these names; cheap checks come before any weights are read."""
     model, draft = _checked("model", model), _checked("draft", draft)
     _check_names(draft, policy, options)
-    if not isinstance(model, str | None) and (
-        options.dtype != "auto" or options.device is not None
-    ):
-        raise InputError(
-            "dtype, device: the model is loaded already; load it as wanted, or pass its name"
-        )
+    require_input(
+        "dtype, device: the model is loaded already; load it as wanted, or pass its name",
+        isinstance(model, str | None) or (options.dtype == "auto" and options.device is None),
+    )
     if options.tp_plan is not None:
         require_launched()
-    if options.tp_plan is not None and (
-        not isinstance(model, str | None) or (model is not None and is_gguf(model))
-    ):
-        raise InputError(
-            "tp_plan: accepted with a model's name or its folder, which all ranks read"
-        )
+    require_input(
+        "tp_plan: accepted with a model's name or its folder, which all ranks read",
+        options.tp_plan is None
+        or (isinstance(model, str | None) and (model is None or not is_gguf(model))),
+    )
     drafts = policy != "plain" and not (isinstance(draft, str) and draft in PLAIN)
     if drafts:
         check_draft(draft, options)
@@ -165,14 +162,14 @@ def load(
         target, drafter = _pair(
             loaded._replace(reason=f"no graphs: {error}"), draft, policy, drafts, resolved
         )
-    if options.learn is not None and getattr(drafter, "learnt", None) is None:
-        raise InputError(
-            f"learn: draft {draft or 'none'!r} does not learn from use; accepted with an EAGLE head"
-        )
-    if options.learn is not None and resolved.graphs:
-        raise InputError(
-            "learn: accepted without graphs, which read one head's weights; add graphs=False"
-        )
+    require_input(
+        f"learn: draft {draft or 'none'!r} does not learn from use; accepted with an EAGLE head",
+        options.learn is None or getattr(drafter, "learnt", None) is not None,
+    )
+    require_input(
+        "learn: accepted without graphs, which read one head's weights; add graphs=False",
+        options.learn is None or not resolved.graphs,
+    )
     drafted = (drafter.lm,) if isinstance(drafter, SmallModel) else ()
     drafter = _mixed(draft, drafter, target, resolved)
     return Parts(
@@ -294,8 +291,7 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
             "draft: policy 'plain' decodes without a draft; leave one of them out",
             draft in (None, *PLAIN),
         )
-        if options.policy_options:
-            raise InputError("policy_options: policy 'plain' has no options")
+        require_input("policy_options: policy 'plain' has no options", not options.policy_options)
     elif policy is not None and isinstance(draft, str) and draft in PLAIN:
         raise InputError(
             f"policy: draft {draft!r} is plain decoding, which has no policy; leave one of them out"
@@ -304,10 +300,10 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         policies.of(policy, options.policy_options)
     elif options.policy_options:
         raise InputError("policy_options: they need a policy given by name")
-    if options.draft_options and (not isinstance(draft, str) or draft in PLAIN):
-        raise InputError(
-            "draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head"
-        )
+    require_input(
+        "draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head",
+        not options.draft_options or (isinstance(draft, str) and draft not in PLAIN),
+    )
 
 
 def _maker(draft: Any, options: LoadOptions) -> Maker:
@@ -384,11 +380,11 @@ def _size(lm: LanguageModel) -> int:
 
 def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
     lookup = options.lookup
-    if lookup and (drafter is None or drafter.about.lookup is False):
-        raise InputError(
-            f"lookup: draft {draft or 'none'!r} has no distributions to mix copies into; accepted with a head or a "
-            "smaller model"
-        )
+    require_input(
+        f"lookup: draft {draft or 'none'!r} has no distributions to mix copies into; accepted with a head or a "
+        "smaller model",
+        not lookup or (drafter is not None and drafter.about.lookup is not False),
+    )
     if lookup is None:
         by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
         eager = target.device.type == "cpu" and not options.graphs

@@ -93,10 +93,9 @@ class KeptDrivers:
         """
         options = options or {}
         if policy is None or policy == PLAIN:
-            if options:
-                raise InputError(
-                    "policy_options: they need a policy given by name, other than plain"
-                )
+            require_input(
+                "policy_options: they need a policy given by name, other than plain", not options
+            )
             return self.own if policy is None else self._by_name(PLAIN, {})
         require_value(
             "policy",

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine import ops
-from specengine.errors import InputError, require_input
+from specengine.errors import require_input
 from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
@@ -663,11 +663,11 @@ def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, lay
     require_sizes((config.target_hidden_size, hidden_size), (config.vocab_size, vocab_size))
     ids = config.feature_ids(layers)
     # transformers gives the last hidden state after the final norm, and EAGLE-3 reads states before it
-    if config.version == 3 and not all(0 <= i < layers for i in ids):
-        raise InputError(
-            f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {layers} layers has "
-            f"0 to {layers - 1} before its final norm"
-        )
+    require_input(
+        f"draft: it reads hidden states {', '.join(map(str, ids))}; a target of {layers} layers has "
+        f"0 to {layers - 1} before its final norm",
+        config.version != 3 or all(0 <= i < layers for i in ids),
+    )
 
 
 def require_sizes(hidden_size: tuple[int, int], vocabulary: tuple[int, int]) -> None:

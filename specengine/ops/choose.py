@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import InputError, require_input
+from specengine.errors import require_input
 from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import defined
@@ -72,8 +72,9 @@ def choose_tokens(
     require(signature, logits, positions, seed, temperature)
     refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     for name, value in (("positions", positions), ("temperature", temperature)):
-        if seed is not None and value is None:
-            raise InputError(f"{name}: got None, needed where there is a seed")
+        require_input(
+            f"{name}: got None, needed where there is a seed", seed is None or value is not None
+        )
     if run := kernels.choose_tokens[logits.device]:
         return run(logits, positions, seed, temperature)
     finite = torch.isfinite(logits)

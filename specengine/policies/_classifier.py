@@ -251,9 +251,8 @@ def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:
             name for name, tensor in state.items() if not bool(tensor.isfinite().all())
         ]
     faults = [f"{what}: {', '.join(names)}" for what, names in wrong.items() if names]
-    if faults:
-        raise InputError(
-            f"{where} holds other tensors than this policy's network; {'; '.join(faults)}"
-        )
+    require_input(
+        f"{where} holds other tensors than this policy's network; {'; '.join(faults)}", not faults
+    )
     net.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     return net.eval().requires_grad_(False)

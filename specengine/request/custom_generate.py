@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specengine.errors import InputError, require, require_input
+from specengine.errors import require, require_input
 from specengine.records import SpeculativeOutput, Stats
 from specengine.request.configs import PROCESSED, Configured
 from specengine.request.options import IN_CONFIGS, GenerationOptions, Request
@@ -132,5 +132,7 @@ def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
         past is None or not (getattr(past, "_is_user_defined", False) or past.get_seq_length()),
     )
     for name, value in inputs.items():
-        if name not in _PREPARED and value is not None:
-            raise InputError(f"{name}: not supported by speculative decoding here")
+        require_input(
+            f"{name}: not supported by speculative decoding here",
+            name in _PREPARED or value is None,
+        )

@@ -138,10 +138,10 @@ def _encode(
         if raw or not getattr(tokenizer, "chat_template", None):
             return _tokenized(tokenizer, prompt, **({} if live else _AS_TEXT))
         return _from_messages([{"role": "user", "content": prompt}], tokenizer, live, room)
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | Mapping):
-        raise InputError(
-            f"prompt: got {type(prompt).__name__}, {ACCEPTED}; of what a tokenizer returns pass its input_ids"
-        )
+    require_input(
+        f"prompt: got {type(prompt).__name__}, {ACCEPTED}; of what a tokenizer returns pass its input_ids",
+        isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping),
+    )
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         _require(tokenizer, "chat messages")
@@ -172,10 +172,10 @@ def _tokenized(tokenizer: Any, text: str, **options: bool) -> list[int]:
 def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     """Return the ids of a tensor or an array of whole numbers, on any device."""
     shape, dtype = tuple(prompt.shape), str(prompt.dtype)
-    if len(shape) == 2 and shape[0] != 1:
-        raise InputError(
-            f"{field}: got a batch of {shape[0]}, accepted one sequence; for several call generate_many"
-        )
+    require_input(
+        f"{field}: got a batch of {shape[0]}, accepted one sequence; for several call generate_many",
+        len(shape) != 2 or shape[0] == 1,
+    )
     require(
         field,
         f"{dtype} {shape}",
@@ -306,10 +306,10 @@ class SpecialText(NamedTuple):
         options = dict(template or {})
         strings = list(_strings([*messages, *(tools or []), options]))
         mark = next((char for char in _PRIVATE if not any(char in text for text in strings)), None)
-        if mark is None:
-            raise InputError(
-                "prompt: allow_special_text=False needs a private-use character that no message holds"
-            )
+        require_input(
+            "prompt: allow_special_text=False needs a private-use character that no message holds",
+            mark is not None,
+        )
 
         def marked(value: Any) -> Any:
             return _with(
@@ -374,8 +374,9 @@ def require_tokens(field: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:
-    if tokenizer is None:
-        raise InputError(f"{field}: {what} needs a tokenizer, pass tokenizer= or token ids")
+    require_input(
+        f"{field}: {what} needs a tokenizer, pass tokenizer= or token ids", tokenizer is not None
+    )
 
 
 LETTERS = 8  # for each token of the room: texts up to that are read at once

@@ -143,14 +143,12 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
     )
     for setting, value in vars(plain).items():
         current = vars(module).get(setting)
-        if (
-            isinstance(value, int | float | str)
-            and setting not in _WITHOUT_EFFECT
-            and current != value
-        ):
-            raise UnsupportedModelError(
-                f"native: {name}.{setting} is {current!r}, the config makes it {value!r}"
-            )
+        require_supported(
+            f"native: {name}.{setting} is {current!r}, the config makes it {value!r}",
+            not isinstance(value, int | float | str)
+            or setting in _WITHOUT_EFFECT
+            or current == value,
+        )
 
 
 def refuse_hooks(model: PreTrainedModel) -> None:
