@@ -173,7 +173,8 @@ def _from_array(prompt: Any, field: str = "prompt") -> list[int]:
     """Return the ids of a tensor or an array of whole numbers, on any device."""
     shape, dtype = tuple(prompt.shape), str(prompt.dtype)
     require_input(
-        f"{field}: got a batch of {shape[0]}, accepted one sequence; for several call generate_many",
+        f"{field}: got a batch of {shape[0] if shape else 0}, accepted one sequence; for several "
+        "call generate_many",
         len(shape) != 2 or shape[0] == 1,
     )
     require(
