@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,6 +55,8 @@ class Parser(argparse.ArgumentParser):
 
     def _configured(self, parsed: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
         """Yield what a TOML file of options is on the command line, without the options that `words` have."""
+        import tomllib
+
         try:
             values = tomllib.loads(parsed.config.read_text("utf-8"))
         except (OSError, ValueError) as error:

@@ -214,7 +214,8 @@ def test_a_new_file_is_a_policy_of_the_command_line_and_of_the_contract(tmp_path
         return done.stdout
 
     listed = run(
-        "-c", "import finds_it; from specengine.cli import main; main(['inspect', '--json'])"
+        "-c",
+        "import finds_it; from specengine.cli import main; main(['doctor', '--inspect', '--json'])",
     )
     assert json.loads(listed)["policies"]["comb"]["about"].startswith("The draft's likeliest path")
     tests = [
