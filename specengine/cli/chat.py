@@ -28,10 +28,8 @@ from specengine.request.text import Decoder
 from specengine.trace import TraceWriter
 
 ENDS = ["/quit", "/exit", "/bye", "/q"]
-LOOP_TOKENS, MAX_PERIOD = (
-    256,
-    64,
-)  # of an answer that loops: the tokens that repeat, the longest period
+# of an answer that loops: the tokens that repeat, and the longest period
+LOOP_TOKENS, MAX_PERIOD = 256, 64
 TRUTHS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 

@@ -105,8 +105,8 @@ def follow(
             yield pieces
             return
         with Progress(1).step(f"reading {count:,} tokens", lambda: generation.prompt_read):
-            first = next(pieces)
-        yield itertools.chain([first], pieces)
+            first = list(itertools.islice(pieces, 1))
+        yield itertools.chain(first, pieces)
 
 
 def load_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -234,12 +234,12 @@ class CapturedDriver(EagerDriver):
         rows: of the target's forward; 0: those of the largest tree.
         """
         tree, longest = self.tree, self.longest
-        kept = self._kept(rows or self.budget)
-        verified = tree.subtree(kept)
+        nodes = self._kept(rows or self.budget)
+        verified = tree.subtree(nodes)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
         chosen = self._sampler.choose(logits, verified.depths, length)
-        walked = ops.walk(verified.tokens, verified.parents, chosen, kept.live)
+        walked = ops.walk(verified.tokens, verified.parents, chosen, nodes.live)
         path = Nodes(pad_to(walked.nodes, longest), walked.live)
         inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
         # a cycle may be under way before the host sees that there is none
@@ -247,7 +247,7 @@ class CapturedDriver(EagerDriver):
         walked_over = verified.tokens.index_select(0, path.ids)
         tokens = torch.where(inner, walked_over.roll(-1), root)
         counts = torch.cat(
-            [walked.live, tree.size, kept.live, tree.passes, length, tree.overflow]
+            [walked.live, tree.size, nodes.live, tree.passes, length, tree.overflow]
         ).long()
         sums = verified.log_probs.view(torch.int32), verified.path_log_probs.view(torch.int32)
         arrays = (verified.tokens, verified.parents, verified.depths, *sums)
@@ -257,7 +257,7 @@ class CapturedDriver(EagerDriver):
         if self.drafter is not None and self.policy is not None:
             cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
             if self._learns_there():
-                path = Nodes(kept.ids.index_select(0, path.ids), path.live)
+                path = Nodes(nodes.ids.index_select(0, path.ids), path.live)
                 self.policy.learn(Outcome(tree, path, tokens, None))
         tree.tokens[:1].copy_(root)
         tree.restart()

@@ -1,4 +1,4 @@
-"""What bench.second_step counts."""
+"""Count guesses, as bench.second_step does, and run it."""
 
 import json
 from pathlib import Path

@@ -156,13 +156,13 @@ def test_where_no_tree_pays_a_cycle_verifies_one_row(
         engine.generate(PROMPT, max_new_tokens=3)  # captures
         ran.clear()
         monkeypatch.setattr(CapturedDriver, "_run", noted)
-        found = engine.generate(PROMPT, max_new_tokens=9)
+        result = engine.generate(PROMPT, max_new_tokens=9)
         assert (ran["plain"], ran["finish"], ran["root"]) == (9, 0, 0)
         engine.drivers.own.captured.graphs.drop("plain greedy", "finish greedy")
         ran.clear()
         monkeypatch.setattr(CausalLM, "forward", counted)
         engine.warmup(64)
-    assert found.token_ids == wanted.token_ids
+    assert result.token_ids == wanted.token_ids
     assert (rows["plain"], rows["finish"]) == ({1}, {8})
 
 

@@ -152,14 +152,14 @@ def sizes_for(
 ) -> dict[str, Any]:
     """Return small sizes for a class of configs and for those in it."""
     known = fields_of(kind)
-    given = {name: value for name, value in sizes_by_name.items() if name in known}
+    sizes_of_kind = {name: value for name, value in sizes_by_name.items() if name in known}
     if parts := getattr(kind, "sub_configs", None):
         default = kind()
         for name in parts:
             if isinstance(part := getattr(default, name, None), PretrainedConfig):
                 sizes = sizes_for(type(part), OWN.get(part.model_type, {}), sizes_by_name)
-                given[name] = {"model_type": part.model_type, **sizes}
-    return given | copy.deepcopy(own)  # transformers adds to rope_parameters
+                sizes_of_kind[name] = {"model_type": part.model_type, **sizes}
+    return sizes_of_kind | copy.deepcopy(own)  # transformers adds to rope_parameters
 
 
 # Set these as well, by model type.
