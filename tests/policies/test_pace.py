@@ -64,6 +64,17 @@ def test_little_is_lost_whatever_trees_bring(chance: float, dearer: float, told:
     assert rate > (0.97 if dearer <= 0.1 else 0.95) * best
 
 
+@pytest.mark.parametrize("busy", [1.0, 1.5, 2.0])
+def test_a_busy_moment_is_forgotten(busy: float) -> None:
+    """Trees lose two tenths; while the machine was busy, plain cycles took longer, which was timed then."""
+    draw, pace = random.Random(7), Pace()
+    for _ in range(100):
+        rests = pace.resting > 0
+        pace.observe(1 if rests else 2, busy * (0.01 if rests else 0.013), 0.01)
+    found = ran(pace, 800, 0.3, 0.6, draw)
+    assert found.count(0) > 0.6 * len(found)
+
+
 def test_texts_begin_with_a_rest_after_two_that_lost() -> None:
     draw, pace = random.Random(4), Pace()
     begun = list[bool]()

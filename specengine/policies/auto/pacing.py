@@ -9,16 +9,17 @@ from functools import partial
 
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
 # tokens per cycle that trees are credited with: at first, in a new text, later
-FIRST_CREDIT, NEW_TEXT, LATER_CREDIT = 0.2, 0.03, 0.01
-# tokens per cycle below which plain cycles are timed, and how many are
-SMALL_GAIN, TIMED = 0.1, 4
+FIRST_CREDIT, NEW_TEXT, LATER_CREDIT = 0.55, 0.03, 0.01
+# tokens per cycle below which plain cycles are timed, how many are, and after how many cycles with trees again
+SMALL_GAIN, TIMED, TIMED_AGAIN = 0.5, 3, 128
 FIRST_REST, MAX_REST = 32, 128  # cycles of a rest
 REPEATED = 4  # cycles of a rest for each of the last tokens that must stand in the text before, to end it at once
 # cycles with trees after a rest, whose own mean decides whether to rest again
 MIN_TRIAL, MAX_TRIAL = 3, 16
 MAX_LOST = 2  # texts in a row in which trees did not pay, after which a text begins with a rest
 STANDARD_ERRORS = 1.0  # standard errors by which gains are below nothing
-PLAIN_WINDOW = 16  # plain cycles that a median is of
+# plain cycles that a median is of: TIMED of them outvote those of a moment when the machine was busy
+PLAIN_WINDOW = 2 * TIMED - 1
 SPREAD = 0.05  # tokens squared: variance of a cycle's gain, to begin with
 # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
 MIN_GAIN = -2.0
@@ -28,7 +29,7 @@ class PaceState(Enum):
     """States of a pace, each with how a cycle enters it. docs/develop/policy.md draws the transitions."""
 
     DRAFTING = "drafting"  # at first, and after MAX_TRIAL cycles of a trial
-    # the mean gain fell below SMALL_GAIN for the first time: TIMED plain cycles
+    # the mean gain is below SMALL_GAIN, and no plain cycle was timed for long: TIMED of them
     CALIBRATING = "calibrating"
     RESTING = "resting"  # gains are below nothing: FIRST_REST plain cycles, twice as many after each lost trial
     RETURNING = "returning"  # the plain cycles are over; the next cycle also catches the drafter up
@@ -40,8 +41,8 @@ class Pace:
     """Weighs the tokens of trees against those of plain decoding in the same time, by the clock.
 
     Prices compare nodes and passes; they leave out the time of the comparison itself. A cycle's gain is its committed
-    tokens less those that plain decoding commits in its time. Where recent gains become small a few cycles rest: they
-    decode plainly and are timed. Where gains fall below nothing more cycles rest. A trial of a few with trees follows:
+    tokens less those that plain decoding commits in its time. Where recent gains are small a few cycles rest now and
+    then: they decode plainly and are timed, as the machine may have become faster. Where gains fall below nothing more cycles rest. A trial of a few with trees follows:
     their own mean decides whether to go on or to rest for twice as long.
     """
 
@@ -54,7 +55,7 @@ class Pace:
     _trial_gain: float = 0.0  # of all cycles since the last rest
     # what plain cycles took over what they were thought to take
     _plain: deque[float] = field(default_factory=partial(deque, maxlen=PLAIN_WINDOW))
-    _calibrates: bool = True  # whether a small gain is still to be met with plain cycles
+    _untimed: int = TIMED_AGAIN  # cycles with trees since plain ones were timed
     _lost: int = 0  # texts in a row in which trees did not pay
 
     def begin(self) -> None:
@@ -66,7 +67,6 @@ class Pace:
         self.resting = (self.resting or FIRST_REST) if self._lost >= MAX_LOST else 0
         self._length = FIRST_REST
         self._worked = FIRST_REST
-        self._calibrates = not self.resting
         self.state = PaceState.RESTING if self.resting else PaceState.DRAFTING
         self._gain = max(self._gain, NEW_TEXT)
 
@@ -109,6 +109,7 @@ class Pace:
     def _weigh(self, gain: float) -> None:
         """Count the gain of a cycle with trees; rest where gains are below nothing, calibrate where they are small."""
         self._worked += 1
+        self._untimed += 1
         off = gain - self._gain
         self._gain += off * (1 - MEMORY)
         self._spread += (off * off - self._spread) * (1 - MEMORY)
@@ -123,7 +124,7 @@ class Pace:
             self._length = (
                 FIRST_REST if self._worked >= FIRST_REST else min(2 * self._length, MAX_REST)
             )
-        if loses or (self._gain < SMALL_GAIN and self._calibrates):
+        if loses or (self._gain < SMALL_GAIN and self._untimed > TIMED_AGAIN):
             self.state = PaceState.RESTING if loses else PaceState.CALIBRATING
             self.resting = self._length if loses else TIMED
-            self._calibrates = False
+            self._untimed = 0
