@@ -256,6 +256,7 @@ def test_requests_have_the_servers_fields(
 # ---- going on
 
 
+@pytest.mark.slow
 def test_files_cut_anywhere_go_on_to_the_same_bytes(example: Example, tmp_path: Path) -> None:
     whole, stats = example.out.read_bytes(), beside(example.out).read_bytes()
     out = tmp_path / "answers.jsonl"

@@ -273,6 +273,7 @@ def test_other_work_on_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         assert bool(tree_construction.crowded(threads)) == told
 
 
+@pytest.mark.slow
 def test_construction_is_drawn_by_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     records = [

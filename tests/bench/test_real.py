@@ -126,6 +126,7 @@ def real_arguments(folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_measurement_of_a_tiny_model_and_its_memory(tmp_path: Path, capsys: Any) -> None:
     from specengine.cli import main
 
@@ -167,6 +168,7 @@ def test_a_measurement_of_a_tiny_model_and_its_memory(tmp_path: Path, capsys: An
         )
 
 
+@pytest.mark.slow
 def test_a_long_prompt_and_the_turn_after_it(tmp_path: Path, capsys: Any) -> None:
     tiny(max_position_embeddings=8192).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")

@@ -17,6 +17,7 @@ from docs.build.results import RESULTS
 FILES = sorted(RESULTS.glob("*.jsonl"))
 
 
+@pytest.mark.sliced(31)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_committed_file_is_printed(file: Path, capsys: Any) -> None:
     assert main([str(file)]) == 0

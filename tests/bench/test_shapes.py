@@ -66,6 +66,7 @@ def test_shapes_have_the_published_sizes(name: str) -> None:
     assert least < parameters_of(config) / 1e9 < most
 
 
+@pytest.mark.sliced(2)
 @needs_extension
 @pytest.mark.parametrize("kind", ["int8", "q4_0"])
 @pytest.mark.parametrize("name", SMALL)
@@ -116,6 +117,7 @@ def test_a_cut_model_is_measured_and_extrapolated(
     assert ("i8" if kind == "int8" else "q4_0") in found["backend"]
 
 
+@pytest.mark.sliced(1)
 @needs_extension
 @pytest.mark.parametrize("name", SMALL)
 def test_random_weights_are_those_of_a_model(name: str) -> None:

@@ -513,6 +513,7 @@ def test_lock_of_a_dead_process_does_not_block(workshop: Workshop) -> None:
 # ---- the real model
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_real_model_is_the_documented_one(default_model_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -136,6 +136,7 @@ def theirs(folder: Path) -> list[int]:
     return out[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_folder_is_read_as_transformers_reads_it(
     saved: Path, tmp_path: Path, change: str

@@ -392,6 +392,7 @@ def write(
     return model, finish(writer, path)
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     model, path = write(tmp_path, case)

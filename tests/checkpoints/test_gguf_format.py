@@ -288,7 +288,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, small_file: tuple[by
             gguf.read(path)
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(3))
 def test_changed_bytes_lead_to_a_refusal_or_to_another_model(
     tmp_path: Path, small_file: tuple[bytes, int], first: int

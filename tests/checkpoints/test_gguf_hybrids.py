@@ -269,6 +269,7 @@ def write(
     return model, finish(writer, path)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("case", [case for case in FILES if case != MULTIPLIED])
 def test_a_file_answers_as_its_model_does(case: str, tmp_path: Path) -> None:
     model, path = write(tmp_path, case)
@@ -437,6 +438,7 @@ def test_a_head_of_several_blocks_is_read(tmp_path: Path) -> None:
     assert "mtp" in Engine.from_pretrained(str(path), offline=True).drafter.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen35", "qwen3next"])
 def test_a_head_for_further_tokens_is_read(case: str, tmp_path: Path) -> None:
     model = made(case)

@@ -82,6 +82,7 @@ def test_other_heads_need_their_own(tmp_path: Path, changes: dict[str, Any]) -> 
         load_head(saved(tmp_path, without=("lm_head.weight",), **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize(
     "changes",

@@ -46,6 +46,7 @@ def tuned(model: Any, noise: float = 0.05, appended: int = 0) -> Any:
     return model
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("appended", [0, 3])
 def test_a_fine_tune_gets_the_head_of_its_base(

@@ -121,6 +121,7 @@ def agreeing(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     assert stdin.tell() == 0, "standard input was read"
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_code_of_a_folder_does_not_run(
@@ -294,6 +295,7 @@ def breaches(code: str) -> list[str]:
     return listed
 
 
+@pytest.mark.slow
 def test_every_call_says_whether_code_is_trusted() -> None:
     files = [
         file for part in ("specengine", "bench", "research") for file in (ROOT / part).rglob("*.py")

@@ -27,6 +27,7 @@ def saved(kind: str, folder: Path) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param(None, marks=needs_extension)])
 @pytest.mark.parametrize(
     "kind", ["mistral3", "llava", "gemma3", "gemma4", "gemma4_unified", "smolvlm", "qwen3_5"]

@@ -99,6 +99,7 @@ def prompt_of(engine: Engine, prompt: Any, **options: Any) -> str:
     return engine.tokenizer.decode(list(stream.prompt))
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("name", PLACES)
 def test_prompts_are_put_into_the_template(name: str, backend: str | None, tmp_path: Path) -> None:

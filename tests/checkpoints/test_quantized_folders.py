@@ -64,6 +64,7 @@ def of_size(case: str) -> dict[str, Any]:
     return {"head_dim": 16} if case.endswith("group 64") else {}
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("case", CASES)
 def test_float32_answers_are_those_of_the_numbers_that_are_meant(case: str, tmp_path: Path) -> None:
     (config, store), _ = CASES[case]
@@ -96,6 +97,7 @@ def test_blocks_hold_the_same_numbers_or_are_not_made(case: str, tmp_path: Path)
     assert packed == (14 if form else 0)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("case", CASES)
 def test_packed_weights_give_a_tree_the_bits_of_plain_decoding(case: str, tmp_path: Path) -> None:
     (config, store), form = CASES[case]
@@ -143,6 +145,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("case", FOLDERS)
 @pytest.mark.parametrize("packing", ["W4A16 with zero points", "GPTQ", "AWQ", "FP8 blocks"])
 def test_folders_of_other_kinds(case: str, packing: str, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_a_head_in_blocks_is_read_whole(size: str, width: int, tokens: int) -> N
     assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_it_drafts_for_the_default_model_without_changing_its_answers(
     default_model_path: Path,

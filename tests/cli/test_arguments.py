@@ -52,6 +52,7 @@ print("\\n" + json.dumps([status, slow]))
     return status, slow
 
 
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize(
     ("given", "status"),
     [

@@ -89,7 +89,7 @@ def test_every_way_answers_every_prompt_in_every_round(
     assert str(tmp_path) not in (tmp_path / "out.jsonl").read_text()
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 0.99])
 def test_a_killed_run_goes_on_where_it_was(
     bench: Bench, tmp_path: Path, capsys: Any, share: float

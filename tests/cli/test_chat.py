@@ -392,6 +392,7 @@ def test_a_long_prompt_is_said_to_be_read(folder: str, capsys: Any, monkeypatch:
     assert re.search(r"reading 3\d\d tokens", capsys.readouterr().err), "counted anew"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_a_terminal_shows_how_much_of_a_long_prompt_is_read(
     folder: str, capsys: Any, monkeypatch: Any, command: str

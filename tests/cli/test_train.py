@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0.0, 1.0])
 def test_text_then_a_draft_then_an_answer(
     folder: str, tmp_path: Path, capsys: Any, kept: float

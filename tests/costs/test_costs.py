@@ -198,6 +198,7 @@ PAIRS: dict[str, Callable[[], tuple[Target, Drafter]]] = {
 }
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     "pair",
     [pytest.param(pair, marks=needs_extension if pair == "native" else ()) for pair in PAIRS],

@@ -80,6 +80,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_what_is_measured_is_what_graphs_take(draft: str, clock: Clock) -> None:
@@ -117,6 +118,7 @@ def test_without_a_draft_a_cycle_is_a_verification(clock: Clock) -> None:
     assert (costs.draft, costs.overhead) == ({1: 0.0}, 0.0)
 
 
+@pytest.mark.slow
 def test_a_measurement_keeps_to_its_time(clock: Clock) -> None:
     engine = engine_of("small_model")
     driver = engine.drivers.own.captured
@@ -127,6 +129,7 @@ def test_a_measurement_keeps_to_its_time(clock: Clock) -> None:
     assert 1.0 < clock.now - began < 1.0 + measuring.WARM_SECONDS + 4 * measuring.REHEARSED * cycle
 
 
+@pytest.mark.slow
 def test_measuring_leaves_the_engine_as_it_was(clock: Clock) -> None:
     engine, other = engine_of("eagle3"), engine_of("eagle3")
     driver = engine.drivers.own.captured
@@ -148,6 +151,7 @@ def test_measuring_leaves_the_engine_as_it_was(clock: Clock) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_cycles_are_timed_by_the_device(draft: str, clock: Clock) -> None:
@@ -167,7 +171,7 @@ def test_cycles_are_timed_by_the_device(draft: str, clock: Clock) -> None:
     assert statistics.median(cycle.seconds.host for cycle in cycles) < 0.1 * real["finish greedy"]
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_prices_stay_where_nothing_changes(draft: str, clock: Clock) -> None:
     """Whatever the eager first cycle of an answer takes, which compiles and launches each operation."""
@@ -180,6 +184,7 @@ def test_prices_stay_where_nothing_changes(draft: str, clock: Clock) -> None:
     )
 
 
+@pytest.mark.slow
 def test_prices_follow_a_device_that_becomes_slower(clock: Clock) -> None:
     engine = engine_of("eagle3")
     answer(engine)

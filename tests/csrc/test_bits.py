@@ -206,7 +206,7 @@ def test_a_tree_has_the_bits_of_plain_decoding(model: Tiny, context: int) -> Non
     assert torch.equal(in_tree(model, tree, context), one_by_one(model, tree, context))
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(18)
 @pytest.mark.parametrize("context", [0, 60, 93])
 def test_a_long_chain_has_the_bits_of_plain_decoding(model: Tiny, context: int) -> None:
     """As a tree and as a prompt, deeper than any chunk of slots that is summed together."""

@@ -77,6 +77,7 @@ def test_a_draft_that_is_the_target_guesses_every_draw(monkeypatch: pytest.Monke
     assert lengths[2] < 3.0
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("draft", ["toy", "normalized", "columns"])
 @pytest.mark.parametrize("policy", ["eagle", "talon", "salf"])
 def test_an_answer_is_the_same_whether_the_draft_knows_the_noise(policy: str, draft: str) -> None:

@@ -159,7 +159,7 @@ class Checking(EagleDraft):
         return Step(torch.stack(rows))  # often right, so that paths of all lengths are accepted
 
 
-@pytest.mark.sliced(5)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) -> None:
     """Nodes of mixed depth, over many cycles in which paths of all lengths are committed."""
@@ -176,6 +176,7 @@ def test_a_nodes_logits_equal_a_dense_recomputation_of_its_path(variant: str) ->
     assert draft.cache.length + int(draft.taken) == len(draft._tokens) == len(target.tokens)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("variant", ["eagle-3", "eagle-3 temperatures", "eagle-1 temperatures"])
 def test_a_draft_is_as_unsure_as_the_sampling_that_it_drafts_for(variant: str) -> None:
     """Its own temperatures are those of a greedy target, and come back with a greedy text; where it is not coupled."""
@@ -240,7 +241,7 @@ def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("version", [1, 3])
 def test_answers_equal_plain_decoding(policy: str, version: Any) -> None:

@@ -259,7 +259,7 @@ def test_tokenizers_whose_pieces_are_no_bytes_are_refused() -> None:
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("branching", [(1, 1, 1, 1), (3, 2, 1)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "lfm2", "falcon_h1"])
 def test_the_same_tokens_under_other_ids_are_always_right(
@@ -287,7 +287,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sliced
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_answers_to_48_prompts_are_those_of_plain_decoding(target: str, draft: str) -> None:
     plain = engine_of(target, None)

@@ -43,7 +43,7 @@ def fixed(branching: tuple[int, ...]) -> Any:
     return policies.make("fixed", branching=branching)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(14)
 @pytest.mark.parametrize("branching", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_is_always_right_about_itself(name: str, branching: tuple[int, ...]) -> None:
@@ -86,7 +86,7 @@ def test_a_draft_that_no_forward_takes_is_refused_for_its_modules() -> None:
         SmallModel(model)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_exact_where_a_small_model_is_often_wrong(name: str) -> None:
     family, changes = WINDOWS.get(name, (name, {}))
@@ -98,7 +98,7 @@ def test_answers_are_exact_where_a_small_model_is_often_wrong(name: str) -> None
         assert sampled.token_ids == plain_of(name, sampled=True)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_lanes_keep_the_states_of_their_own_texts(name: str) -> None:
     engine = Engine(NativeTarget(lm_of(name)), SmallModel(lm_of(name)), fixed((2, 1, 1)))

@@ -176,7 +176,7 @@ worlds = st.tuples(
 )
 
 
-@pytest.mark.sliced(9)
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(6)
 @given(world=worlds, seed=st.integers(0, 10_000))
@@ -206,7 +206,7 @@ def engine_of(backend: str, drafter: Recycling | None) -> Engine:
     )
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param("native", marks=needs_extension)])
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_cycles_carry_the_targets_successors_of_each_node(

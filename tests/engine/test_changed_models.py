@@ -185,7 +185,7 @@ def fresh(model: PreTrainedModel, backend: str | None = None, **options: Any) ->
     return Engine.from_pretrained(model, backend=backend, **options)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize("name", CHANGES)
@@ -315,6 +315,7 @@ def test_weights_that_failed_once_are_not_those_of_the_next_answer(
 # ----------------------------------------------------------------------------------------- adapters and late changes
 
 
+@pytest.mark.slow
 def test_a_switched_adapter_is_heard_and_unheard() -> None:
     model = tiny(initializer_range=0.2).to(torch.bfloat16)
     plain = answer(fresh(model), **certain(torch.bfloat16))
@@ -370,6 +371,7 @@ def test_prompts_are_held_to_the_new_vocabulary() -> None:
         engine.generate([*PROMPT, 300], max_new_tokens=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_model_is_followed_as_well(backend: str) -> None:
     model, draft = tiny(), near_copy()
@@ -467,6 +469,7 @@ def test_a_drafter_that_was_brought_along_is_not_made_anew() -> None:
 # ------------------------------------------------------------------------------------- before the engine is made
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("backend", [None, "huggingface"])
 @pytest.mark.parametrize(
     "name", ["frequencies", "an_epsilon", "a_scale", "an_activation", "a_forward", "a_hook"]

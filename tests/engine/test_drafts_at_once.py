@@ -178,6 +178,7 @@ def parts(drafter: Drafter) -> Iterator[object]:
             yield from parts(inner)
 
 
+@pytest.mark.slow
 def test_every_class_of_drafts_and_heads_stands_here(tmp_path: Path) -> None:
     modules = {module.name for module in pkgutil.walk_packages(specengine.__path__, "specengine.")}
     for name in modules:
@@ -219,7 +220,7 @@ def said(result: Any) -> tuple[list[int], str]:
     return result.token_ids, result.finish_reason
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", KINDS, indirect=True)
 @pytest.mark.usefixtures("poisoned")
@@ -231,7 +232,7 @@ def test_answers_at_once_are_those_given_alone(engine: Engine, way: str) -> None
     assert any(result.stats.num_draft_tokens for result in many)
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("engine", KINDS, indirect=True)
 @pytest.mark.usefixtures("poisoned")
 def test_asynchronous_streams_and_batches_are_those_given_alone(engine: Engine) -> None:
@@ -255,6 +256,7 @@ def test_asynchronous_streams_and_batches_are_those_given_alone(engine: Engine) 
     assert [(line["token_ids"], line["finish_reason"]) for line in lines] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", ["mtp qwen3_5_text", "assistant", "small model, uneven heads"], indirect=True
 )
@@ -284,6 +286,7 @@ def cycle(tree: TokenTree, features: Tensor | None) -> Cycle:
     return Cycle(tree, [0], [SHARED[61]], Seconds(), features=features)
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("waiting", [False, True])
 @pytest.mark.parametrize("engine", KINDS, indirect=True)
 @pytest.mark.usefixtures("poisoned")

@@ -60,7 +60,7 @@ def check(cycles: list[Cycle], result: Any, ends: list[int], plain: list[int]) -
     return held, int(last.end is not None)
 
 
-@pytest.mark.sliced(6)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("policy", [name for name in toy.POLICIES if name != "random"])
 def test_every_policy(policy: str, captured: bool) -> None:

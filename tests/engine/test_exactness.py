@@ -26,7 +26,7 @@ from tests.toy import FAMILIES, POLICIES, VOCABULARY
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("draft", ["ngram", "small_model"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,7 +71,7 @@ GREEDY_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", GREEDY_OPTIONS, ids=lambda options: "-".join(options))
 def test_greedy_with_processors_equals_transformers_generate(
@@ -102,7 +102,7 @@ SAMPLING_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", SAMPLING_OPTIONS, ids=lambda options: "-".join(options))
 def test_sampling_equals_plain_sampling_with_the_same_seed(
@@ -127,6 +127,7 @@ def sampled_answer(family: str, number: int, seed: int) -> list[int]:
     ).token_ids
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "options",
     [

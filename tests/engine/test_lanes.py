@@ -77,6 +77,7 @@ def together(
     return [rows.logits for rows in batch]
 
 
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text"])
@@ -159,6 +160,7 @@ def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str)
 # ---- answers
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True, "seed": 5, "temperature": 0.9}, {"logprobs": 2}]
 )
@@ -178,6 +180,7 @@ def test_many_answers_are_those_given_one_by_one(
     assert all(result.finish_reason == "length" for result in many)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(st.integers(0, schedules.BLOCK - 1))
 def test_any_schedule_gives_the_same_answers(seed: int) -> None:
@@ -247,6 +250,7 @@ def test_targets_of_other_kinds_answer_one_by_one() -> None:
             engine.generate_many(asked, parallel=wrong)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("policy", ["eagle", "plain"])
 @pytest.mark.parametrize(
     "family", ["lfm2", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1"]

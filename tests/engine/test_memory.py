@@ -219,6 +219,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_whole_texts(tmp_path: Path) -> None:
     file, chance = tmp_path / "abc-all.memory", random.Random(0)
     for _ in range(4):

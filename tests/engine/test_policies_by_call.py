@@ -81,7 +81,7 @@ def test_a_call_answers_as_an_engine_loaded_with_its_policy(draft: str, captured
 TURNS = ("talon", None, "plain", "eagle", "plain", "plain", None, "auto")
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_session_may_change_its_policy_with_every_turn(

@@ -26,6 +26,7 @@ from tests.toy import VOCABULARY, head_config, policy_for, random_state, tiny
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])
 def test_a_beginning_that_another_text_has_is_copied(family: str) -> None:
     engine = engine_of(family=family)
@@ -117,6 +118,7 @@ def small_engine() -> Engine:
     return Engine(NativeTarget(lm), SmallModel(native_lm(tiny("llama"))), policy_for("eagle"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [head_engine, small_engine])
 def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> None:
     asked = [[(number * i + 3) % VOCABULARY for i in range(100)] for number in range(6)]

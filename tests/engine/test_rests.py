@@ -90,6 +90,7 @@ def trees(
     return found
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 3}])
 @pytest.mark.parametrize(
     "kind", ["ngram", "recycling", "small model", "head", "head with lookup and recycling"]
@@ -237,6 +238,7 @@ def test_a_text_that_is_left_leaves_nothing_to_the_next_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_few_objects_wait_for_the_drafter() -> None:
     """Many that stay make the interpreter look through all objects, which takes longer than what they wait for."""
     policy = Sometimes((3, 2))

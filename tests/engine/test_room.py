@@ -29,7 +29,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "GRANULE", 1)
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(1)
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("backend", ["native", "huggingface"])
 @pytest.mark.parametrize("draft", ["none", "ngram", "recycling", "small model"])

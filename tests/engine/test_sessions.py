@@ -44,7 +44,7 @@ def test_a_turn_enters_the_session_only_when_its_stream_has_ended() -> None:
         session.generate("")
 
 
-@pytest.mark.sliced(6)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pieces_add_up_to_the_text(policy: str) -> None:
     """A random model writes random bytes, so characters break off and are completed across cycles all the time."""

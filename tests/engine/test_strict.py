@@ -96,6 +96,7 @@ def specdecpp(
     ), policy
 
 
+@pytest.mark.sliced(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_answers_equal_plain_decoding_under_every_policy(
     name: str, tmp_path: Path
@@ -121,6 +122,7 @@ def test_a_model_that_cannot_keep_it_is_refused() -> None:
         strict_rows(target.lm, padded=False)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model() -> None:
     try:

@@ -53,6 +53,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
     return path
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("family", [*FAMILIES, *EXTRA])
 @torch.inference_mode()
 def test_tree_logits_equal_those_of_each_path_alone(family: str) -> None:

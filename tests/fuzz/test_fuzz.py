@@ -16,6 +16,7 @@ from tests.fuzz.workers import worker
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_spoiled_input_is_answered_or_refused(tmp_path: Path) -> None:
     report = running.fuzz(running.here(tmp_path), 102, seed=0, kinds=tuple(cases.SPOILED))
     assert not report.findings, "\n".join(report.findings)
@@ -34,6 +35,7 @@ def test_models_and_folders_that_change_are_answered_as_they_are_or_refused() ->
         assert report.counts[kind]["answered"] >= 4
 
 
+@pytest.mark.slow
 def test_lives_of_engines_answer_as_plain_decoding(tmp_path: Path) -> None:
     report = running.fuzz(running.here(tmp_path), 5, seed=1, kinds=tuple(cases.LIVES))
     assert not report.findings, "\n".join(report.findings)

@@ -87,7 +87,7 @@ def test_there_are_policies() -> None:
     assert set(POLICIES) == set(policies.names()) - {"plain"}
 
 
-@pytest.mark.sliced(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])
 def test_every_policy(draft: str, policy: str) -> None:
@@ -95,7 +95,7 @@ def test_every_policy(draft: str, policy: str) -> None:
         check(draft, policy, ways)
 
 
-@pytest.mark.sliced
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["talon", "salf", "chain"])
 @pytest.mark.parametrize("draft", ["eagle1", "ngram", "recycling"])
 def test_other_drafts(draft: str, policy: str) -> None:
@@ -120,7 +120,7 @@ def test_wide_frontiers_and_long_paths_are_one_pass() -> None:
     check("small_model", policies.make("chain", length=66), count=4)
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -154,6 +154,7 @@ def test_trees_end_at_the_heights_of_the_host(name: str, options: dict[str, Any]
     assert len(heights("small_model", policy)) > 1
 
 
+@pytest.mark.slow
 def test_a_head_reads_the_hidden_states_on_the_device(tmp_path: Path) -> None:
     torch.manual_seed(7)
     net = _classifier.AcceptanceHead(32, 16).requires_grad_(False)
@@ -214,6 +215,7 @@ def test_families(family: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["small_model", "eagle3", "none"])
 def test_truncated_answers_stay_on_the_device(draft: str) -> None:
     """One capture serves all values, and the tokens are those of plain sampling."""
@@ -300,7 +302,7 @@ def test_a_stream_that_is_closed_leaves_the_engine_usable(draft: str) -> None:
     assert answer(engine, {})[0] == expected
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("ways", [WAYS, WALKS], ids=["device", "host"])
 @pytest.mark.parametrize("policy", ["talon", "opt_tree", "fixed", "svip"])
 @pytest.mark.parametrize("draft", ["small_model", "eagle3"])

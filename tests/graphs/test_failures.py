@@ -235,6 +235,7 @@ def expected(policy: Any) -> list[int]:
     return list(engine.generate(PROMPT, **GREEDY).token_ids)
 
 
+@pytest.mark.slow
 @without_a_device
 @pytest.mark.parametrize("warm", [False, True])
 def test_graphs_that_nobody_asked_for_are_done_without(
@@ -298,6 +299,7 @@ def test_a_capture_may_fail_while_costs_are_measured(
     assert [note for note in found.stats.notes if note.startswith("graphs: verify cannot")]
 
 
+@pytest.mark.slow
 @without_a_device
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("no")]
@@ -324,6 +326,7 @@ def test_a_capture_without_memory_makes_one_answer_eager(
     assert engine.drivers.own.captured is not None
 
 
+@pytest.mark.slow
 @without_a_device
 def test_a_capture_without_memory_is_an_input_error_where_graphs_were_asked_for(
     device: pretended.Device, monkeypatch: pytest.MonkeyPatch

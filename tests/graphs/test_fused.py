@@ -280,6 +280,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("draft", replays.DRAFTS)
 def test_replays_of_fused_layers_equal_the_eager_modules(
@@ -313,6 +314,7 @@ def launches(family: str, kind: torch.dtype, layers: int, *, merge: bool) -> int
         return sum(graph.launches.values())  # type: ignore[attr-defined]
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)

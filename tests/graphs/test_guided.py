@@ -40,6 +40,7 @@ def answer(engine: Engine, way: dict[str, Any]) -> tuple[Any, list[str]]:
     return (stream.result.text, trees), stream.result.stats.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft", "policy"), [("small_model", "auto"), ("eagle3", "talon")])
 def test_trees_follow_it(draft: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "reference")

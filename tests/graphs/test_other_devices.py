@@ -54,6 +54,7 @@ def without_float64() -> Iterator[None]:
             _meanings.precision.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["auto", "svip", "ddd", "opt_tree", "salf", "ltd"])
 def test_trees_grow_and_tokens_are_drawn_without_float64(policy: str) -> None:
     """Noise in float32 draws the tokens of float64 but where two are as good as equal."""

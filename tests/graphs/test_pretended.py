@@ -57,7 +57,7 @@ def test_replays_equal_the_eager_engine(policy: str) -> None:
         check(DRAFTS[POLICIES.index(policy) % 2], policy, ways)
 
 
-@pytest.mark.sliced
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_where_the_host_walks(draft: str, policy: str) -> None:
@@ -68,7 +68,7 @@ def test_where_the_host_walks(draft: str, policy: str) -> None:
     )
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_truncations_are_replayed(draft: str, policy: str) -> None:
@@ -80,7 +80,7 @@ def test_truncations_are_replayed(draft: str, policy: str) -> None:
         assert "verify" not in captures
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["device", "host"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_caches_that_grow_within_an_answer(
@@ -94,6 +94,7 @@ def test_caches_that_grow_within_an_answer(
     assert min(captures.values()) > 1
 
 
+@pytest.mark.slow
 def test_a_large_limit_takes_no_memory_of_its_own() -> None:
     with pretended.cuda():
         engine = engine_of("small_model", "eagle", captured=True)
@@ -130,6 +131,7 @@ def test_prompts_on_a_device_run_by_our_own_attention(monkeypatch: pytest.Monkey
         assert answer(engine, {}) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_where_no_tree_pays_a_cycle_verifies_one_row(
     draft: str, monkeypatch: pytest.MonkeyPatch
@@ -166,7 +168,7 @@ def test_where_no_tree_pays_a_cycle_verifies_one_row(
     assert (rows["plain"], rows["finish"]) == ({1}, {8})
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_where_a_tree_is_one_graph(policy: str) -> None:
     for ways in toy.histories(policy, WAYS):
@@ -176,6 +178,7 @@ def test_where_a_tree_is_one_graph(policy: str) -> None:
         assert ("tree" in names) == toy.policy_for(policy, 3).ends_early
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize(
     ("policy", "branches"), [("auto", False), ("auto", True), ("eagle", False)]
 )
@@ -203,6 +206,7 @@ def test_waits_of_a_cycle(policy: str, branches: bool) -> None:
     ]  # of a cycle's record, and of the tree that is grown meanwhile
 
 
+@pytest.mark.slow
 def test_a_tree_that_is_another_as_one_graph_is_grown_by_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

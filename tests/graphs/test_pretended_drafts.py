@@ -59,7 +59,7 @@ def engine_of(draft: str, policy: str, *, there: bool, captured: bool) -> Engine
     return Engine(target, drafter, None if drafter is None else toy.policy_for(policy, 3))
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("policy", ["talon", "auto"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

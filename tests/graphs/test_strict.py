@@ -92,7 +92,7 @@ def test_a_larger_cache_changes_nothing() -> None:
     assert torch.equal(verified(target, PROMPT * 11, tree), before)
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_answers_equal_plain_decoding_under_every_policy(

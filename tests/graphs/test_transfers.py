@@ -43,6 +43,7 @@ def waits(
     return device.waits - before
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize(
     "options", [{}, DRAWN, DRAWN | {"top_p": 0.9}], ids=["greedy", "drawn", "top-p"]
 )
@@ -57,7 +58,7 @@ def test_recycled_trees_cost_two_waits_a_cycle(options: dict[str, Any]) -> None:
         assert waits(engine, device, options) == 2 * 8
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["eagle", "talon", "auto"])
 def test_top_p_waits_no_more_than_temperature_alone(policy: str) -> None:
     with pretended.cuda() as device:

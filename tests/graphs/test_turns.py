@@ -108,6 +108,7 @@ def test_a_device_has_turns_of_its_own_and_a_cpu_none() -> None:
     assert sharing(torch.device("cpu"), nullcontext) is nullcontext
 
 
+@pytest.mark.slow
 @without_a_device
 def test_captures_and_cycles_take_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "reference")

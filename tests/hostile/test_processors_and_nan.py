@@ -89,7 +89,7 @@ def test_a_failing_stopping_criterion_leaves_the_engine_usable() -> None:
     check_usable(engine)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", [None, 5])
 def test_nan_on_tree_nodes_never_changes_the_answer(policy: str, seed: int | None) -> None:

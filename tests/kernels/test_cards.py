@@ -34,7 +34,7 @@ OF_ONE_LANE = ("_add_up",)  # what it makes of its sums is one number a row, whi
 H100 = tree_attention.Tiles(128, 64, 8, 3)
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize("card", ["sm_86", "gfx942"])
 def test_heads_of_128_and_256_channels_fit_the_smallest_cards(card: str) -> None:
@@ -95,7 +95,7 @@ def test_the_table_holds_the_tried_versions_and_all_cards() -> None:
             assert all(shared <= ROOM[card] for *_, shared in programs.values())
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
     ("fault", "module", "words", "case"),

@@ -137,6 +137,7 @@ def test_more_kept_columns_than_are_read_at_a_time() -> None:
         check(logits, top)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-4, 1.0])
 def test_order_of_arrival_does_not_matter(scale: float) -> None:
     """Of two tiles in the other order all sums are the same, and what they keep comes in another order."""

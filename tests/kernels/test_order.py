@@ -54,6 +54,7 @@ def reorder(patch: pytest.MonkeyPatch, order: str | int) -> None:
     patch.setattr(builder, "set_grid_idx", set_grid_idx, raising=False)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.skipif(not INTERPRETED, reason="a device has an order of its own")
 @pytest.mark.parametrize("name", ["children", "selection", "entropy"])
 def test_programs_in_any_order_on_used_scratch(name: str) -> None:

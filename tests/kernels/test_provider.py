@@ -168,6 +168,7 @@ def test_of_several_names_the_first_that_has_the_op_is_taken(
         ops.backends(DEVICE)
 
 
+@pytest.mark.slow
 def test_missing_triton_raises_and_names_the_remedy() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
@@ -303,6 +304,7 @@ def test_top_entropy(
     torch.testing.assert_close(found.double(), -(best.exp() * best).sum(-1), atol=1e-5, rtol=2e-6)
 
 
+@pytest.mark.slow
 @examples(10)
 @given(
     rows=st.integers(1, 70),
@@ -412,6 +414,7 @@ def test_what_the_kernel_does_not_take_runs_by_the_reference(wide: bool) -> None
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_engine_on_the_kernels_answers_as_plain_decoding_does() -> None:
     model = toy.tiny("llama").to(DEVICE)
     prompt, count = [7, 3, 9, 7, 3], 5
@@ -425,6 +428,7 @@ def test_an_engine_on_the_kernels_answers_as_plain_decoding_does() -> None:
     ].tolist()
 
 
+@pytest.mark.slow
 @examples(8)
 @given(
     live=st.integers(0, 20),
@@ -526,7 +530,7 @@ def test_parts_of_a_layer() -> None:
         ops.silu_mul(states, residual.half())
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @torch.inference_mode()
 def test_fused_layers_on_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     _registry._load.cache_clear()
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_equal_the_eager_engine(policy: str) -> None:
     """Each policy meets the draft that it does not meet under the ops' meanings."""

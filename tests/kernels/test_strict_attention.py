@@ -135,7 +135,7 @@ class Case:
         return plain.run()[0, 0]
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_tree(dtype: torch.dtype, device: torch.device) -> None:
     case = Case([random_tree(9, 1)], [77], dtype=dtype, device=device)
@@ -144,6 +144,7 @@ def test_random_tree(dtype: torch.dtype, device: torch.device) -> None:
         assert torch.equal(case.run()[0, row], case.alone(row))
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("groups", "size"), [(1, 64), (3, 80), (4, 128), (7, 16), (8, 96), (2, 256), (20, 16)]
 )
@@ -154,7 +155,7 @@ def test_groups_and_head_sizes(groups: int, size: int, device: torch.device) -> 
     assert torch.equal(case.run()[0, 4], case.alone(4))
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [0, 15, 16, 31, 32, 33, 64, 100])
 def test_prefixes_around_tiles_and_spans(prefix: int, device: torch.device) -> None:
     """The chain reaches over two more spans."""
@@ -165,7 +166,7 @@ def test_prefixes_around_tiles_and_spans(prefix: int, device: torch.device) -> N
         assert torch.equal(out[0, row], case.alone(row)), row
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 64, 65, 130])
 def test_word_boundaries_and_stars(nodes: int, device: torch.device) -> None:
     star = [-1] + [0] * (nodes - 1)

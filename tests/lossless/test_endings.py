@@ -57,6 +57,7 @@ stops = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("policy", POLICIES)
 @examples(25)
 @given(seed=st.integers(0, 10_000), stop=stops, sampled=st.booleans())

@@ -35,6 +35,7 @@ def test_eagles_rule_is_exact() -> None:
         assert np.abs(eagle_rule_law(p, children) - p).max() < 1e-12
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("world", WORLDS, ids=identifier)
 def test_every_sequence_of_choices_comes_out_unchanged(world: World) -> None:
     """All 6^3 sequences of the target's choices, so the law of what is emitted is the law of what is chosen, exactly.

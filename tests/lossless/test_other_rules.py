@@ -90,6 +90,7 @@ def simulate_rule(rule: Rule, world: World, runs: int) -> dict[tuple[int, ...], 
     return counts
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("world", WORLDS[:4], ids=identifier)
 def test_the_same_test_rejects_wrong_rules_and_passes_a_right_one(world: World) -> None:
     values = [

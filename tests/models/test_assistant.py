@@ -160,6 +160,7 @@ def test_logits_are_those_of_transformers(
         assert (below[0] - expected[1]).abs().max() > 1e-3  # of a sibling
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize(
     ("backend", "policy"),
     [
@@ -183,6 +184,7 @@ def test_answers_are_those_of_the_model(
         assert answer.stats.num_draft_tokens
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)

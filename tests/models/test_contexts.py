@@ -57,6 +57,7 @@ def saved(
     return str(folder)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_positions_reach_their_factor_times_the_trained_context(

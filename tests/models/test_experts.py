@@ -128,6 +128,7 @@ def as_stored(model: PreTrainedModel, folder: Path, form: str) -> None:
         )
 
 
+@pytest.mark.sliced(7)
 @pytest.mark.parametrize("form", ["experts", "stacks"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_folders_of_both_forms_answer_as_transformers_does(
@@ -218,6 +219,7 @@ def packed(path: Path, instructions: str | None, numerics: str = "bfloat16") -> 
         return NativeLM(open_native(str(path)).source, numerics=numerics)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize(
     "kinds", [*((kind,) * 3 for kind in KINDS), ("q4_k", "q4_k", "q6_k"), ("q4_0", "q4_1", "q8_0")]
 )
@@ -250,6 +252,7 @@ def test_packed_experts_as_integers_have_the_same_bits_on_every_instruction_set(
     assert_rows_are_alone(found[0], (2, 17))
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize(
     "kinds",
     [

@@ -113,6 +113,7 @@ def poison(owner: Any, method: str, cache: KVCache, monkeypatch: pytest.MonkeyPa
     return addresses
 
 
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_scratch_is_never_read_before_it_is_written(
     policy: str, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def assert_rows_are_alone(lm: NativeLM, nodes: int, most: int = 12) -> Tensor:
     return found
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("variant", MODELS)
 def test_a_row_alone_has_the_bits_that_it_has_in_a_tree(variant: str, instructions: str) -> None:
@@ -74,6 +75,7 @@ def test_so_it_has_in_float32_and_beside_other_threads() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("variant", MODELS)
 def test_integer_rows_have_the_same_bits_on_every_instruction_set(variant: str) -> None:
     lms = [

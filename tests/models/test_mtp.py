@@ -75,6 +75,7 @@ def test_logits_are_those_of_transformers(stored: tuple[Path, Any, Any], backend
     assert (below[0] - expected[1]).abs().max() > 1e-3  # of a sibling
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("policy", ["eagle", "auto", "chain"])
 def test_answers_are_those_of_the_model(stored: tuple[Path, Any, Any], policy: str) -> None:
     folder, model, _ = stored
@@ -85,6 +86,7 @@ def test_answers_are_those_of_the_model(stored: tuple[Path, Any, Any], policy: s
     assert answer.stats.num_draft_tokens or policy == "auto"
 
 
+@pytest.mark.sliced(2)
 def test_a_stored_head_is_the_default_draft(stored: tuple[Path, Any, Any]) -> None:
     folder, model, _ = stored
     assert "mtp" in Engine.from_pretrained(str(folder)).drafter.name

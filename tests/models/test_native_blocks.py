@@ -68,6 +68,7 @@ def lm_of(
 # ---------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", [*WINDOWS, *(name for name in OTHERS if name not in WINDOWS)])
 def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
     model = model_of(name)
@@ -78,6 +79,7 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
         assert engine.generate(PROMPT, max_new_tokens=40).token_ids == plainly(model, PROMPT, 40)
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     "name",
     [
@@ -139,7 +141,7 @@ def alone(lm: NativeLM, tree: TokenTree) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize(
     "name",
@@ -171,7 +173,7 @@ def test_the_control_a_window_changes_bits() -> None:
     assert torch.equal(found[2], found[3])
 
 
-@pytest.mark.sliced(6)
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "name", [*WINDOWS, "gemma", "olmo2", "granite", "ernie4_5", "mixtral", "qwen3_moe"]
 )

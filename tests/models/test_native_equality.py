@@ -78,6 +78,7 @@ def case_of(policy: str, instructions: str) -> tuple[str, str]:
     ]
 
 
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bfloat16_answers_equal_plain_decoding(policy: str, instructions: str) -> None:
@@ -92,6 +93,7 @@ def test_bfloat16_answers_equal_plain_decoding(policy: str, instructions: str) -
             assert result.stats.num_accepted_draft_tokens > 0
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("how", [name for name in HOW if name not in ("greedy", "sampled")])
 def test_bfloat16_answers_with_processors_equal_plain_decoding(how: str, instructions: str) -> None:
@@ -121,6 +123,7 @@ def answers_of_transformers(family: str) -> list[list[int]]:
     return [plainly(model_of(family, torch.float32), PROMPT, 20, **options) for options in GREEDY]
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("instructions", WITH_VECTORS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_answers_are_those_of_transformers(family: str, instructions: str) -> None:
@@ -139,6 +142,7 @@ def test_float32_answers_are_those_of_transformers(family: str, instructions: st
 # ---------------------------------------------------------------------------------------------------- many rows
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_wide_trees_over_long_contexts_equal_plain_decoding(instructions: str) -> None:
     """More nodes than a word of a mask has bits, and than a tile has rows."""

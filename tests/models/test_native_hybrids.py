@@ -88,7 +88,7 @@ def engine_of(name: str, draft: str, policy: str = "eagle", numerics: str = "flo
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize(
     ("draft", "policy"),
@@ -112,7 +112,7 @@ def test_answers_with_trees_are_those_of_transformers_and_of_plain_decoding(
         assert engine.generate(PROMPT, max_new_tokens=48).stats.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("numerics", ["bfloat16", "integer"])
 def test_bits_make_other_numerics_answers_those_of_plain_decoding(name: str, numerics: str) -> None:
@@ -130,7 +130,7 @@ def test_bits_make_other_numerics_answers_those_of_plain_decoding(name: str, num
 # ---------------------------------------------------------------------------------------------------- bits
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_row_alone_has_the_bits_that_it_has_in_trees(name: str, numerics: str) -> None:
@@ -145,6 +145,7 @@ def test_a_row_alone_has_the_bits_that_it_has_in_trees(name: str, numerics: str)
             assert torch.equal(native_logits(lm, PROMPT, tree), alone(lm, tree))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_integer_rows_have_the_same_bits_on_every_instruction_set(name: str) -> None:
     tree = random_tree(17, 17, VOCABULARY, root=3)
@@ -201,7 +202,7 @@ def test_an_accepted_path_counts_and_no_other(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- sessions
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("draft", ["none", "small_model"])
 def test_a_second_turn_answers_as_a_fresh_engine_does(name: str, draft: str) -> None:
@@ -228,6 +229,7 @@ def test_a_second_turn_answers_as_a_fresh_engine_does(name: str, draft: str) -> 
         assert least <= result.stats.num_cached_prompt_tokens <= most or draft == "small_model"
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("draft", ["none", "small_model"])
 def test_a_stream_that_is_closed_leaves_the_next_answer_as_it_is(name: str, draft: str) -> None:
@@ -420,6 +422,7 @@ def test_a_token_that_rounding_moves_far_is_no_other_model() -> None:
         assert distances.median() < 0.1
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("numerics", ["bfloat16", "int8", "integer"])
 @pytest.mark.parametrize("name", GATED_DELTA)
 def test_rounding_refuses_no_weights_of_a_delta_rule(name: str, numerics: str) -> None:
@@ -432,6 +435,7 @@ def test_rounding_refuses_no_weights_of_a_delta_rule(name: str, numerics: str) -
     assert lm.version == 6
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("part", ["linear_attn.out_proj", "linear_attn.in_proj_b", "down_proj"])
 @pytest.mark.parametrize("name", GATED_DELTA)
 def test_blocks_of_other_weights_are_refused_all_the_same(

@@ -40,6 +40,7 @@ WAYS = [
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
 
 
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize(("numerics", "instructions"), WAYS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_int8_is_close(family: str, numerics: str, instructions: str) -> None:

@@ -112,6 +112,7 @@ def test_strict_costs_nothing_here_and_is_accepted() -> None:
     assert isinstance(engine.target, NativeTarget)
 
 
+@pytest.mark.slow
 def test_drafts_run_natively_beside_a_native_target_and_otherwise_beside_others() -> None:
     engine = loaded(tiny(), tiny("qwen3", seed=1), lookup=False)
     assert isinstance(engine.drafter.lm, NativeLM)

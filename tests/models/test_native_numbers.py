@@ -52,7 +52,7 @@ def exact(variant: str) -> Tensor:
         return own_logits(model_of(variant), PROMPT, TREE)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(11)
 @pytest.mark.parametrize("instructions", WITH_VECTORS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32_logits_are_those_of_the_models_own_modules(
@@ -98,7 +98,7 @@ def not_worse(ours: Tensor, theirs: Tensor) -> bool:
     return mean <= float(theirs.mean()) and highest <= float(theirs.quantile(0.99))
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(instructions: str) -> None:
     found = [
@@ -108,6 +108,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_is(instructions: 
     assert not_worse(torch.cat(found), errors_of_transformers())
 
 
+@pytest.mark.slow
 def test_the_control_another_model_is_further_away() -> None:
     other = errors(native_logits(native_lm(half_of("llama yarn")), PROMPT, TREE), "llama linear")
     assert not not_worse(other / 5, errors_of_transformers())
@@ -126,6 +127,7 @@ def packed(path: Path, instructions: str) -> NativeLM:
         return NativeLM(open_native(str(path)).source, numerics="bfloat16")
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_blocks_give_the_bits_of_the_converted_model(
@@ -187,6 +189,7 @@ def native_last_rows(lm: NativeLM, text: list[int]) -> Tensor:
     return native_logits(lm, text[:-ROWS], chain)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_by_both_forwards(default_model_path: Path) -> None:
     text = AutoTokenizer.from_pretrained(default_model_path)(TEXT)["input_ids"]

@@ -286,7 +286,7 @@ def test_embeddings_of_packed_blocks_are_the_files_numbers(kind: str, files: Pat
     assert rounded.stored == (kind if kind in kinds_of("bfloat16") else "bf16")
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -419,7 +419,7 @@ def plain_answer(folder: Path, kind: str, how: str, count: int) -> list[int]:
     return engine.generate(PROMPT, max_new_tokens=count, **HOW[how]).token_ids
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_answers_equal_plain_decoding_on_any_set(
@@ -433,6 +433,7 @@ def test_answers_equal_plain_decoding_on_any_set(
     assert result.stats.num_draft_tokens > 0
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("kind", SOME)
 def test_whole_answers_are_the_same_on_every_instruction_set(kind: str, files: Path) -> None:
     for prompt in PROMPTS:
@@ -446,7 +447,7 @@ def test_whole_answers_are_the_same_on_every_instruction_set(kind: str, files: P
             assert all(answer == answers[0] for answer in answers), (prompt, how)
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_the_same_on_every_instruction_set(

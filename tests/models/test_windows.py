@@ -34,6 +34,7 @@ def generated(model: PreTrainedModel, prompt: list[int], count: int) -> list[int
     ].tolist()
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("length", [4, 15, 16, 17, 70])
 @pytest.mark.parametrize(
     ("family", "changes"), [("mistral", {"sliding_window": WINDOW}), ("qwen2", HALF)]

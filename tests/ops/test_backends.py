@@ -80,6 +80,7 @@ class TestBackends:
         ):
             ops.tree_mask(torch.tensor([[1]]), 1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("backend", ["reference"], indirect=True)
     def test_a_backend_that_is_not_built(self):
         """Without the extension: auto carries on and says why, asking for it raises and names the build command."""

@@ -15,6 +15,7 @@ from tests.ops.cases import CASES, Draw, check
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("op", CASES)
 @examples(150)
 @given(seed=st.integers(0, 10**6))

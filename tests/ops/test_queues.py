@@ -263,6 +263,7 @@ class TestStepQueues:
                 assert queue.step(candidates, threshold, fill, **options) == expected
                 check_arrays(queue.arrays, history)
 
+    @pytest.mark.slow
     @given(**sizes, levels=st.lists(level, max_size=6))
     @many
     def test_what_is_not_above_the_bound_changes_nothing(self, budget, batch, max_depth, levels):

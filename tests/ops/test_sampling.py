@@ -137,14 +137,17 @@ class TestKeyedGumbelArgmax:
         assert ops.keyed_gumbel_argmax(torch.tensor([0.0, INF, NAN, INF]), 1, 1) == 1
         assert ops.keyed_gumbel_argmax(torch.tensor([-INF, NAN, -9e9, -INF]), 1, 1) == 2
 
+    @pytest.mark.slow
     def test_draws_follow_the_softmax(self):
         values = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -INF, 0.5])
         assert chi_square_p_value(values, values) > 1e-3
 
+    @pytest.mark.slow
     def test_the_check_above_sees_another_temperature(self):
         values = torch.tensor([2.0, 1.0, 0.0, 1.0, -1.0, -INF, 0.5])
         assert chi_square_p_value(values, values / 1.15) < 1e-6
 
+    @pytest.mark.slow
     def test_neighbouring_positions_are_independent(self):
         values = torch.zeros(4)
         draws = [ops.keyed_gumbel_argmax(values, 3, position) for position in range(4001)]

@@ -331,6 +331,7 @@ class TestCounting:
         torch.testing.assert_close(counts.gains[level, :2], torch.tensor([0.75, 0.25]))
         torch.testing.assert_close(counts.profile, counts.gains / counts.passes[:, None])
 
+    @pytest.mark.slow
     @each_backend
     def test_a_knot_forgets_beyond_its_window_and_keeps_a_chance_within_bounds(self, backend):
         tree = toy.TokenTree.root(9, 2)
@@ -491,6 +492,7 @@ class TestBindSearch:
         assert equal(run(*given_bound), run(*plain))
         assert equal(bound, plain)
 
+    @pytest.mark.slow
     @each_backend
     def test_it_keeps_its_tensors_and_hands_them_out(self, backend):
         tree, state = toy.TokenTree.root(9, 4), SearchState(*fresh(), throughput_of())

@@ -446,6 +446,7 @@ def test_the_policy_is_its_papers_rule(name: str, first: int) -> None:
     assert all(audit.kinds[kind] > PART // 10 for kind in ("ties", "zeros", "certain"))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("name", "wrong"), [(name, wrong) for name, rule in RULES.items() for wrong in rule.wrong]
 )

@@ -399,6 +399,7 @@ def lookup(draft: str, target: HuggingFaceTarget) -> Drafter:
     return Lookup(SmallModel(near_copy(), target.vocab_size), Recycling())
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("draft", ["recycling", "small model"])
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def best(text: str) -> float:
         return rate(text, table(QUIET))
 
 
-@pytest.mark.sliced(6)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", FIRST)
 def test_any_first_table_comes_to_the_true_one(name: str, text: str) -> None:

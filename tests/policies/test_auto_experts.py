@@ -115,6 +115,7 @@ def by_rows(reads: ExpertReads, nodes: int) -> list[float]:
     return [statistics.fmean(column) for column in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_parent", [0.0, 0.9])
 def test_trees_are_nearly_the_best_of_all(from_parent: float) -> None:
     """Of all sets of nodes. What prices leave out which go by rows alone is seen where rows share experts."""

@@ -249,6 +249,7 @@ def test_padding_changes_no_tree(name: str) -> None:
     check()
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize(
     ("name", "options", "thresholds"),
     [

@@ -176,7 +176,7 @@ def test_a_forced_beginning_is_that_of_a_prompt_of_one_token() -> None:
     assert ours(config, [7])[:1] == [9]  # type: ignore[index]
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.1}, {"top_h": 0.3}, {}]
 )
@@ -318,6 +318,7 @@ def test_the_model_does_not_say_what_comes_back() -> None:
     assert sequences.shape == (1, len(PROMPT) + 2)
 
 
+@pytest.mark.slow
 def test_sampling_asked_for_draws_from_the_likeliest_as_in_transformers() -> None:
     likely = set(
         untouched()(input_ids=torch.tensor([PROMPT])).logits[0, -1].topk(50).indices.tolist()

@@ -14,7 +14,7 @@ from tests.toy import POLICIES, RecordingStreamer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.sliced(9)
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_custom_generate_equals_generate(policy: str) -> None:
     engine = engine_of("llama", "small_model", policy, tokenizer())

@@ -60,7 +60,7 @@ def check(schema: Any) -> bool:
     return True
 
 
-@pytest.mark.sliced(60)
+@pytest.mark.sliced(11)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_is_met_or_refused_by_name(name: str) -> None:
     assert check(HOSTILE[name]) == (name not in REFUSED)

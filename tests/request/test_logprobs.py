@@ -54,7 +54,7 @@ def check(
         assert len({likely for likely, _ in given.top}) == count
 
 
-@pytest.mark.sliced
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", [*POLICIES, "plain"])
 def test_of_an_answer_under_every_policy(policy: str, way: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ def test_memory_is_bounded(pool: Readers, monkeypatch: pytest.MonkeyPatch) -> No
         pool.answer([grammar_of({"enum": [f"value {place}" for place in range(9999)]}), LIMITS], 30)
 
 
+@pytest.mark.slow
 def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers) -> None:
     pool.start()
     faults: list[str] = []
@@ -72,6 +73,7 @@ def test_what_takes_long_ends_with_its_refusal_and_holds_up_nobody(pool: Readers
     assert all("takes more than 1.5 s" in fault for fault in faults)
 
 
+@pytest.mark.slow
 def test_a_reader_ends_with_whoever_started_it() -> None:
     script = (
         "import time; from specengine.request.readers import GRAMMARS, ReadingProcess;"
@@ -141,6 +143,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_text_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     field, text = HOSTILE[name]

@@ -58,6 +58,7 @@ def test_pieces_begin_the_text_at_any_time(name: str, data: st.DataObject) -> No
         assert (joined + texts.rest)[: len(now.rstrip())] == now.rstrip()
 
 
+@pytest.mark.sliced(10)
 @pytest.mark.parametrize("name", sorted(MADE))
 def test_long_texts_are_streamed_as_they_grow(name: str) -> None:
     tokenizer = rewriting(name)
@@ -99,6 +100,7 @@ def test_an_answer_ends_where_its_text_first_holds_the_stop_string(
             break
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 @pytest.mark.parametrize(
     "name", [name for name in sorted(MADE) if size_of(rewriting(name)) == len(WORDS)]

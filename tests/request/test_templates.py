@@ -95,6 +95,7 @@ def test_it_is_what_transformers_makes_of_it(
     )
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_refused(
     name: str, own_process: None, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +108,7 @@ def test_a_template_without_end_is_refused(
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", HUGE)
 def test_a_template_that_takes_memory_is_refused(name: str, own_process: None) -> None:
     with pytest.raises(
@@ -164,6 +166,7 @@ def test_a_folder_is_loaded_whose_template_has_no_bounds(monkeypatch: pytest.Mon
     assert taking_texts(tokenizer_of(template)).chat_template == template
 
 
+@pytest.mark.slow
 def test_a_server_refuses_it_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
     guarded = (

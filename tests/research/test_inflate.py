@@ -137,6 +137,7 @@ def test_any_llama(changes: dict[str, Any]) -> None:
     assert not large.config.tie_word_embeddings
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("shape", GROWN)
 def test_greedy_and_sampled_answers_are_equal(shape: Shape) -> None:
     model = small()

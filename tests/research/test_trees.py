@@ -50,6 +50,7 @@ def quiet(line: str) -> None:
     pass
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_kept_trees_are_those_that_grow_in_the_step(

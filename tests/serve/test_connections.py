@@ -95,6 +95,7 @@ def test_requests_that_follow_each_other_are_answered_before_the_end(server: Ser
     assert rest.count(b"HTTP/1.1 200 OK") == 1
 
 
+@pytest.mark.slow
 def test_a_client_that_has_gone_ends_its_answer_all_the_same() -> None:
     gate = Gate()
     with served(lambda: gate.engine) as waiting:

@@ -36,6 +36,7 @@ def cycles_of(streamed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [cycle for chunk in streamed for cycle in chunk.get("cycles", [])]
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("draft", ["small_model", "ngram", "recycling", "none"])
 @pytest.mark.parametrize(
     "options",

@@ -157,6 +157,7 @@ def test_health_while_loading_and_after_a_failure() -> None:
         assert server.client.get("/health").json()["error"]["code"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_the_engine_within_a_cycle(stream: bool) -> None:
     gate = Gate()
@@ -179,6 +180,7 @@ async def _asked_and_left(server: Served, gate: Gate, body: dict[str, Any]) -> N
         asked.cancel()
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_told_when_to_come_again_and_a_leaver_makes_room() -> None:
     gate = Gate()
     with served(lambda: gate.engine, queue=1) as server:

@@ -243,6 +243,7 @@ def said(server: Served, sent: list[bytes], wait: float = 0.0) -> bytes:
         return received
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [
@@ -271,6 +272,7 @@ def test_headers_have_an_end(hasty: Served) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_connection_may_stay_longer_than_a_request(hasty: Served) -> None:
     """It counts from a request's first byte, and an answer may take what it takes."""
 

@@ -53,6 +53,7 @@ def test_freed_memory_goes_back_where_the_process_has_grown(
     assert level < kept - 48 * MEBIBYTE
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_threads_share_arenas() -> None:
     code = """

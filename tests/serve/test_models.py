@@ -116,6 +116,7 @@ def test_openais_client_lists_and_asks_for_two_models(loads: Loads) -> None:
             assert {chunk.model for chunk in stream} == {model}
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("path", [*DIALECTS, "/tokenize", "/v1/messages/count_tokens", "/api/show"])
 def test_an_unknown_name_is_refused_in_the_protocols_form(path: str, loads: Loads) -> None:
     body = BODIES.get(path, {"content": "a"} if path == "/tokenize" else {"messages": HELLO})
@@ -141,6 +142,7 @@ def test_one_model_answers_to_any_name_unless_it_is_strict() -> None:
         assert ask(server, "any").json()["error"]["message"].endswith(f"this server has '{NAME}'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [{"max_models": 2}, {"max_model_memory": 1.5}])
 def test_a_bound_unloads_the_least_recently_used(loads: Loads, bound: dict[str, Any]) -> None:
     first = loads.of("a", GIB // 2, plain)
@@ -160,6 +162,7 @@ def test_a_bound_unloads_the_least_recently_used(loads: Loads, bound: dict[str, 
         assert [target() is None for target in loads.targets].count(False) == 2
 
 
+@pytest.mark.slow
 def test_what_is_larger_than_the_bound_is_refused_and_nothing_is_unloaded(loads: Loads) -> None:
     with served(plain, loads.of("b", 2 * GIB, plain), max_model_memory=1.0) as server:
         answer = ask(server, "b")
@@ -172,6 +175,7 @@ def test_what_is_larger_than_the_bound_is_refused_and_nothing_is_unloaded(loads:
         assert loads.counts == {}
 
 
+@pytest.mark.slow
 def test_a_model_with_an_answer_under_way_stays_until_it_ends(loads: Loads) -> None:
     gate = Gate()
     with (
@@ -209,6 +213,7 @@ def test_two_first_requests_load_it_once_and_one_waits_in_silence_with_pings(loa
         assert loads.counts == {"b": 1}
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_answers_those_that_wait_and_is_tried_again(loads: Loads) -> None:
     gate = loads.gates["b"] = threading.Event()
     loads.error = UnsupportedModelError("b: has no head")
@@ -236,6 +241,7 @@ def test_a_load_that_fails_answers_those_that_wait_and_is_tried_again(loads: Loa
         assert ask(server, "b").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_model_says_whether_it_loads_and_why_it_did_not(loads: Loads) -> None:
     gate = loads.gates["b"] = threading.Event()
     loads.error = UnsupportedModelError("b: has no head")
@@ -260,6 +266,7 @@ def test_a_model_says_whether_it_loads_and_why_it_did_not(loads: Loads) -> None:
         assert status() == {"value": "unloaded"}
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_it_waits_frees_its_place_and_loads_nothing(
     loads: Loads,
 ) -> None:

@@ -114,6 +114,7 @@ def test_its_functions(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_the_nodes_on_the_page_are_those_of_the_chunks(chromium: Any, server: Served) -> None:
     with browsed(chromium, server) as seen:
@@ -217,6 +218,7 @@ $\href{javascript:f()}{u}$ $\htmlData{a=b}{v}$ $\includegraphics{http://e.t/w}$ 
 """
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_formulas_are_set_and_money_is_not(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     force(FORMULAS, monkeypatch)
@@ -378,6 +380,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium: Any) -> None:
         assert seen.slider["max"] > 0
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_small_screen(chromium: Any, server: Served, scheme: str) -> None:
@@ -472,6 +475,7 @@ def test_a_number_out_of_bounds_is_told_at_its_field_and_not_sent(
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844), (360, 640)])
 def test_settings_begin_with_what_is_changed_most_and_can_be_left_at_once(

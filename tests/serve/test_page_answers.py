@@ -21,6 +21,7 @@ from tests.serve.served import Gate, Served, served, tiny_engine, until
 from tests.serve.test_parallel import Steps, native_engine
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_stopping_and_what_is_refused(chromium: Any) -> None:
     with served(max_prompt_tokens=200) as server, browsed(chromium, server) as seen:
@@ -63,6 +64,7 @@ def test_an_answer_cut_by_its_limit_goes_on(chromium: Any, server: Served) -> No
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_an_answer_cut_by_a_reload_is_kept_and_goes_on(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def require_one_answer(seen: Browsed, server: Served, gate: Gate, tokens: int) -
     assert len(seen.bodies) == 1, "nothing is asked twice"
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_a_reload_takes_the_answer_up_again(chromium: Any) -> None:
     with writing(chromium, 150) as (seen, server, gate):
@@ -136,6 +139,7 @@ def test_a_reload_takes_the_answer_up_again(chromium: Any) -> None:
         assert not seen.elsewhere
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("how", ["ends", "fails"])
 def test_a_lost_connection_is_taken_up_again(
@@ -160,6 +164,7 @@ def test_a_lost_connection_is_taken_up_again(
         assert counts == []
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_an_event_that_is_sent_twice_would_be_seen(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +178,7 @@ def test_an_event_that_is_sent_twice_would_be_seen(
             require_one_answer(seen, server, gate, 60)
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("how", ["Stop", "Escape", "Delete"])
 @pytest.mark.parametrize("reloaded", [False, True])
@@ -200,6 +206,7 @@ def test_stopping_frees_the_engine_of_a_kept_answer(
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_an_answer_that_the_server_keeps_no_longer_is_interrupted(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +225,7 @@ def test_an_answer_that_the_server_keeps_no_longer_is_interrupted(
         assert len(seen.complaints) == 1, "that the stream is not there, once"
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_two_chats_are_taken_up_at_once(chromium: Any) -> None:
     with writing(chromium, 100) as (seen, _, gate):
@@ -238,6 +246,7 @@ def test_two_chats_are_taken_up_at_once(chromium: Any) -> None:
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_another_answer_and_an_edited_message_are_versions(chromium: Any, server: Served) -> None:
     with browsed(chromium, server) as seen:
@@ -270,6 +279,7 @@ def test_another_answer_and_an_edited_message_are_versions(chromium: Any, server
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_thoughts_are_shown_apart_and_fold(chromium: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said, options = "<think>It is <b>hot</b>.</think>Water boils.", preparing._options
@@ -298,6 +308,7 @@ def test_thoughts_are_shown_apart_and_fold(chromium: Any, monkeypatch: pytest.Mo
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_two_answers_at_once_each_have_their_tree(chromium: Any) -> None:
     gate = Gate()
@@ -317,6 +328,7 @@ def test_two_answers_at_once_each_have_their_tree(chromium: Any) -> None:
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 @needs_extension
 def test_it_tells_how_much_of_a_prompt_is_read(
@@ -339,6 +351,7 @@ def test_it_tells_how_much_of_a_prompt_is_read(
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_it_says_that_a_model_loads(chromium: Any) -> None:
     gate = threading.Event()
@@ -359,6 +372,7 @@ def test_it_says_that_a_model_loads(chromium: Any) -> None:
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_it_tells_how_long_a_prompt_is_read_but_not_how_long_it_waits(chromium: Any) -> None:
     gate = Gate()

@@ -13,6 +13,7 @@ from tests.serve.browsing import LAST_ANSWER, browsed, in_a_browser
 from tests.serve.served import NAME, Gate, Served, served, tiny_engine, until
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(
     chromium: Any, server: Served
@@ -60,6 +61,7 @@ def test_chats_are_kept_and_can_be_renamed_exported_and_deleted(
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize("answering", [False, True])
 def test_a_chat_deleted_in_one_tab_is_gone_in_all(chromium: Any, answering: bool) -> None:
@@ -143,6 +145,7 @@ def test_the_text_of_a_dropped_file_is_in_the_message(chromium: Any, server: Ser
         assert not seen.complaints
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_trees_of_what_is_deleted_are_kept_no_longer(chromium: Any, server: Served) -> None:
     count = """want => new Promise(done => {

@@ -96,6 +96,7 @@ def asked(number: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_answers_at_once_are_those_given_alone() -> None:
     with served(native_engine, parallel=1) as server:
         alone = [server.post(asked(number)).json()["choices"][0] for number in range(12)]
@@ -122,6 +123,7 @@ def test_a_request_starts_while_another_is_answered() -> None:
         assert json.loads(rest[-1].removeprefix("data: "))["choices"] is not None
 
 
+@pytest.mark.slow
 def test_the_queue_begins_behind_the_answers_at_once() -> None:
     with served(native_engine, parallel=2, queue=1) as server, ThreadPoolExecutor(4) as many:
         long = TEXT | {"max_tokens": 480, "ignore_eos": True}
@@ -269,6 +271,7 @@ def test_an_answer_without_room_counts_as_waiting(
         assert server.metric("num_requests_waiting") == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +293,7 @@ def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
         assert first.result().status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_waits_for_room_beyond_its_time_ends(
     stream: bool, steps: Steps, monkeypatch: pytest.MonkeyPatch
@@ -335,6 +339,7 @@ MANY = 16
 LONG = TEXT | {"max_tokens": 60, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_an_answer_waits_for_no_more_than_one_piece_of_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -372,6 +377,7 @@ def asked_of(server: Served) -> float:
     return server.metric("num_requests_running") + server.metric("num_requests_waiting")
 
 
+@pytest.mark.slow
 def test_clients_that_leave_full_places_let_those_that_wait_in(steps: Steps) -> None:
     with (
         served(native_engine, parallel=MANY, queue=4) as server,
@@ -426,6 +432,7 @@ def test_full_places_of_one_client_do_not_hold_up_another(steps: Steps) -> None:
         assert len({answer.result().json()["choices"][0]["text"] for answer in answers}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_time", [True, False])
 def test_draining_ends_full_places_in_time_or_says_that_it_stops(
     steps: Steps, in_time: bool
@@ -464,6 +471,7 @@ def test_wrong_numbers_are_refused() -> None:
         Settings(name=NAME, parallel=0)
 
 
+@pytest.mark.slow
 def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

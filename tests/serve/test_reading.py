@@ -248,6 +248,7 @@ def test_who_comes_behind_a_long_text_does_not_wait_for_it(monkeypatch: pytest.M
         assert [answer.status_code for answer in answers] == [200]
 
 
+@pytest.mark.slow
 def test_who_leaves_is_not_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     with served(lambda: tiny_engine(draft="none")) as server:

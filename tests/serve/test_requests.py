@@ -59,6 +59,7 @@ def refused(server: Served, asked: dict[str, Any], path: str = "/v1/chat/complet
 # ---- hints
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize(
     "hint",
     [

@@ -142,6 +142,7 @@ def test_limits_logprobs_and_schemas(own: Saying, client: Any) -> None:
     )
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("change", "field", "said"),
     [

@@ -98,6 +98,7 @@ def said(events: Iterable[str | bytes]) -> str:
     return answer
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("path", BODIES)
 def test_no_event_is_lost_or_doubled_wherever_connections_end(server: Served, path: str) -> None:
     body = BODIES[path]
@@ -118,6 +119,7 @@ def test_no_event_is_lost_or_doubled_wherever_connections_end(server: Served, pa
         assert taken_up(server, name, -1) == found
 
 
+@pytest.mark.slow
 def test_it_goes_on_without_a_client_and_then_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "KEPT_SECONDS", 1.0)
     gate = Gate(seconds=0.05)  # the answer does not end by itself

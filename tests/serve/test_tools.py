@@ -364,7 +364,7 @@ def test_marks_that_are_special_tokens_are_shown() -> None:
     assert special_tokens(tokenizer, ["<tool_call>"]) == []
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("known", FORMATS, ids=by_title)
 def test_a_server_tells_calls_streamed_or_not(
     known: Format, monkeypatch: pytest.MonkeyPatch

@@ -202,6 +202,7 @@ def test_a_call_that_is_cut_before_its_name_is_left_out(form: str) -> None:
         assert parts_of(text[:end], 1, "length") == []
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("text", TEXTS)
 def test_of_text_that_is_cut_nothing_is_lost(text: str) -> None:
     """Up to where a call of an offered tool has begun."""

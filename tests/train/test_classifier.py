@@ -262,6 +262,7 @@ def test_scores() -> None:
     assert scores(torch.zeros(2, dtype=torch.bool), torch.tensor([True, False]))["precision"] == 0
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_classifier_is_learnt_and_serves(kind: str, trees: Trees, tmp_path: Path) -> None:
     options = replace(

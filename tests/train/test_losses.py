@@ -143,7 +143,7 @@ def serving_states(
     return found
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("window", [0, 2, 4])
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("name", ["hass", "ttt", "talf"])

@@ -92,6 +92,7 @@ def losses(head: EagleHead, teacher: Teacher, given: list[Text], temperature: fl
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.35, 0.5])
 def test_no_other_temperature_is_better(
     model: PreTrainedModel, trained: EagleHead, factor: float

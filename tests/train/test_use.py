@@ -146,6 +146,7 @@ def test_the_ring_is_bounded(made: Made, tmp_path: Path, monkeypatch: pytest.Mon
     assert {text.prompt for text in texts} == {6}
 
 
+@pytest.mark.slow
 def test_held_back_texts_are_never_trained_on(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +184,7 @@ def test_held_back_texts_are_never_trained_on(
 # ---------------------------------------------------------------------------------------------------- training
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_better_head_is_put_into_use_and_answers_stay(
     made: Made, tmp_path: Path, backend: str
@@ -207,6 +208,7 @@ def test_a_better_head_is_put_into_use_and_answers_stay(
     )
 
 
+@pytest.mark.slow
 def test_a_worse_head_is_not(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = used(made, tmp_path / "use")
     one = learner(engine, made)
@@ -266,6 +268,7 @@ def test_the_teacher_is_the_target_as_it_serves(made: Made, backend: str) -> Non
     torch.testing.assert_close(*losses, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_chains_are_as_long_as_a_chain_policys(made: Made, tmp_path: Path) -> None:
     """At every place of an answer, against drafting from there, by a head that knows a little."""
     one = learner(used(made, tmp_path / "use"), made)
@@ -338,6 +341,7 @@ def test_whatever_write_is_the_last_the_folder_loads(
     assert found[-1] == 4
 
 
+@pytest.mark.slow
 def test_other_folders_are_refused(made: Made, tmp_path: Path) -> None:
     folder = tmp_path / "use"
     engine = made.engine(folder)
@@ -392,6 +396,7 @@ def test_one_process_learns_at_a_time(made: Made, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- in service
 
 
+@pytest.mark.slow
 def test_texts_at_once_take_a_new_head_between_answers(made: Made, tmp_path: Path) -> None:
     engine = used(made, tmp_path / "use")
     ring, asked = engine.ring, prompts(12, 3)
@@ -423,6 +428,7 @@ def test_texts_at_once_take_a_new_head_between_answers(made: Made, tmp_path: Pat
     assert len(ring.texts()) == 48 + 12
 
 
+@pytest.mark.slow
 def test_the_command(
     made: Made, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

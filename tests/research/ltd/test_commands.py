@@ -75,6 +75,7 @@ def prompts(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_from_a_model_alone_to_answers(
     model: str, prompts: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -116,6 +117,7 @@ def test_from_a_model_alone_to_answers(
     assert "ltd" in capsys.readouterr().err.lower()
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("how", [["--live", "--costs", "8b-l40"], ["-o", "reward=wallclock"], []])
 def test_live_by_the_wall_clock_and_by_measured_costs(
     model: str,

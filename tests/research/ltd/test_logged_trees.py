@@ -30,6 +30,7 @@ from tests.toy import CPU, ToyTarget
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_logged_outcomes_are_those_of_the_engine(trees: CandidateTrees, logged: Outcomes) -> None:
     """At each logged position, every depth and size: tokens, nodes and passes of the beam that would have run there."""
     prompts = [PROMPTS[int(file.stem)] for file in trees.shards()]

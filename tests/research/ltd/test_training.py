@@ -44,6 +44,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_training_from_end_to_end(tmp_path: Path, ground: LoggedGround) -> None:
     told: list[str] = []
     file = train_policy(ground, tmp_path, OPTIONS, progress=told.append)
@@ -74,6 +75,7 @@ def test_a_training_from_end_to_end(tmp_path: Path, ground: LoggedGround) -> Non
     )
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_networks(tmp_path: Path, ground: LoggedGround) -> None:
     files = [train_policy(ground, tmp_path / name, OPTIONS) for name in "ab"]
     assert same(*map(weights, files))
@@ -88,6 +90,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on_to_the_same_networks(
     tmp_path: Path, ground: LoggedGround
 ) -> None:
@@ -110,6 +113,7 @@ def test_an_interrupted_training_goes_on_to_the_same_networks(
         train_policy(ground, tmp_path / "whole", replace(OPTIONS, entropy=0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "which"), [(0, "size"), (1, "depth")])
 def test_a_discount_changes_nothing_for_a_bandit(
     tmp_path: Path, ground: LoggedGround, stage: int, which: str
@@ -124,6 +128,7 @@ def test_a_discount_changes_nothing_for_a_bandit(
     assert same(*found) == (which == "size")
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("kind", ["table", "accept", "time"])
 def test_each_reward_is_learnt(tmp_path: Path, trees: CandidateTrees, kind: Any) -> None:
     """Verification is dear here: time wants the least, accept the most, throughput what pays."""
@@ -150,6 +155,7 @@ def test_each_reward_is_learnt(tmp_path: Path, trees: CandidateTrees, kind: Any)
     assert np.mean(rewards[-3:]) > rewards[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", [COSTS, None])
 def test_live_training(tmp_path: Path, costs: PassCosts | None) -> None:
     """The same loop around the running engine; under a table the seed decides everything."""
