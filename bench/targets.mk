@@ -1,6 +1,6 @@
 # Targets for a machine that measures, and for one with a GPU.
 .PHONY: bench peers bench-peers bench-real papers bench-micro bench-server \
-  test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline
+  test-gpu test-gpu-offline test-device-pins bench-gpu bench-gpu-offline bench-gpu-plan
 # processes that share a GPU; most of their time they compile
 GPU_WORKERS ?= 8
 GPU_TESTS := -m gpu --most-seconds 300
@@ -100,6 +100,19 @@ bench-gpu-offline-8b: $(OFFLINE)/.built $(MODEL)/config.json
 	$(ON_KERNELS) $(MEASURE) bench.graphs --model build/8b --draft build/8b/head $(FEW) --out $(RESULTS)/graphs-8b-gpu.jsonl
 build/smollm2-135m-instruct/config.json: $(OFFLINE)/.built
 	$(ON_PATH) $(PYTHON) -m bench.offline join build/parts $(@D)
+
+# PYTHON has torch, as above; bench-gpu-plan-PART is one part (cycles, tests, answers, kernels)
+bench-gpu-plan: RESULTS = build/results
+bench-gpu-plan-%: RESULTS = build/results
+bench-gpu-plan:  ## what the next CUDA device is asked, in parts of nine minutes that go on where they were cut off
+	$(RUN_PLAN)
+bench-gpu-plan-%:
+	$(RUN_PLAN) --part $*
+define RUN_PLAN
+@$(ON_PATH) $(PYTHON) -m bench.gpu_plan --check
+@$(MAKE) --no-print-directory $(OFFLINE)/.built
+@$(ON_PATH) $(PYTHON) -m bench.gpu_plan --results $(RESULTS)
+endef
 
 # torch's CUDA build runs without a device, from some 6 GB of packages
 PINS := .venv-pins

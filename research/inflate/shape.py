@@ -46,8 +46,13 @@ class Shape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim or self.hidden // self.heads)
 
 
-# Llama 3.1 8B and its EAGLE-3 head
-SHAPES = {"8b": Shape(4096, 32, 32, 8, 14336, 128256, draft_vocab=32000)}
+SHAPES = {
+    "8b": Shape(
+        4096, 32, 32, 8, 14336, 128256, draft_vocab=32000
+    ),  # Llama 3.1 and its EAGLE-3 head
+    "135m": Shape(576, 30, 9, 3, 1536, 49152, draft_vocab=16384),  # SmolLM2
+    "tiny": Shape(64, 4, 4, 2, 128, 2048, draft_vocab=1024),
+}
 
 
 class AttentionShape(NamedTuple):
@@ -57,7 +62,7 @@ class AttentionShape(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """Parse `8b`, or sizes in the order of Shape's fields, separated by x."""
+    """Parse a name of SHAPES, or sizes in the order of Shape's fields, separated by x."""
     if text in SHAPES:
         return SHAPES[text]
     sizes = text.split("x")
