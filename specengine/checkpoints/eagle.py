@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from specengine.checkpoints import layouts
 from specengine.checkpoints.checks import why_absent, wrapped
-from specengine.checkpoints.gguf import Kind, dequantize
+from specengine.checkpoints.gguf import KINDS, dequantize
 from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, require_intact, shown, why_not_loaded
 from specengine.files import atomic, read_object, write_whole
@@ -302,9 +302,9 @@ def _read_tensors(folder: Path) -> State:
 def _unpacked(folder: Path, name: str, tensors: State) -> tuple[str, Tensor]:
     """Return a tensor under its name; in bfloat16 where it is stored as blocks, uint8 NAME.KIND, of a kind of ggml."""
     tensor, (base, _, kind) = tensors[name], name.rpartition(".")
-    if tensor.dtype != torch.uint8 or kind not in Kind.__members__:
+    if tensor.dtype != torch.uint8 or kind.lower() not in KINDS:
         return name, tensor
-    block = Kind[kind]
+    block = KINDS[kind.lower()]
     require_intact(
         f"{folder}: {name} has shape {list(tensor.shape)}, accepted rows of whole blocks of {block.bytes} bytes, "
         f"and no {base} beside them",

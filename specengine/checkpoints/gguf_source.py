@@ -63,7 +63,7 @@ class GGUFSource(Source):
             return frozenset()
         tensors = [self.file.tensors[stored] for names in self._stored.values() for stored in names]
         matrices = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
-        return frozenset(kind.name.lower() for kind in gguf.Kind if kind.elements > 1) & matrices
+        return frozenset(kind for kind in matrices if gguf.KINDS[kind].elements > 1)
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         for name, shape in self.shapes().items():

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specengine.checkpoints.gguf import GGUFFile, Kind, read
+from specengine.checkpoints.gguf import KINDS, GGUFFile, read
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD, LAYERS, CONTEXT = 64, 96, 4, 2, 16, 2, 128
@@ -28,7 +28,7 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
         made[:, :4] = made[:, :4] % 8 + 16  # scales of 1/32 to 1/17
         return made.reshape(rows, -1)
     if kind in _RANDOM:
-        count = rows * columns // Kind[kind.upper()].elements
+        count = rows * columns // KINDS[kind].elements
         return _random_blocks(kind, count, random).reshape(rows, -1)
     numbers = random.standard_normal((rows, columns), dtype=np.float32) / 8
     if kind in ("f32", "f16"):
@@ -60,7 +60,7 @@ _RANDOM = {
 def _random_blocks(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
     scale, place, halves = _RANDOM[kind]
     scales = random.uniform(scale, 2 * scale, (count, halves)).astype("<f2").view(np.uint8)
-    others = random.integers(0, 256, (count, Kind[kind.upper()].bytes - 2 * halves), np.uint8)
+    others = random.integers(0, 256, (count, KINDS[kind].bytes - 2 * halves), np.uint8)
     return np.concatenate([scales, others] if place == "first" else [others, scales], axis=1)
 
 
@@ -77,9 +77,9 @@ def _iq1_m(count: int, random: np.random.Generator) -> np.ndarray:
 
 def add(writer: GGUFWriter, name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -> None:
     rows = int(np.prod(shape[:-1], dtype=int))
-    block = Kind[kind.upper()]
+    block = KINDS[kind]
     # the package lists no Q2_0
-    number: Any = block.value
+    number: Any = block.number
     gguf.GGML_QUANT_SIZES.setdefault(number, (block.elements, block.bytes))
     data = blocks(kind, rows, shape[-1], seed)
     writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=number)

@@ -13,13 +13,13 @@ from specengine.checkpoints.gguf.configuration import (
     tensor_names,
     turned,
 )
-from specengine.checkpoints.gguf.file import GGUFFile, GGUFTensor, Kind, dequantize, read
+from specengine.checkpoints.gguf.file import KINDS, GGUFFile, GGUFTensor, dequantize, read
 from specengine.checkpoints.gguf.vocabulary import end_ids, tokenizer
 
 __all__ = [
+    "KINDS",
     "GGUFFile",
     "GGUFTensor",
-    "Kind",
     "architecture_of",
     "column_order",
     "config",

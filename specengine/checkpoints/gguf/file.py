@@ -13,9 +13,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,9 +178,9 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
 
 def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return the numbers of the blocks `data` (uint8, any shape), as float32 of `shape`."""
-    block = Kind.__members__.get(kind.upper())
+    block = KINDS.get(kind)
     if block is None:
-        raise InputError(f"kind must be one of {', '.join(Kind.__members__).lower()}, not {kind!r}")
+        raise InputError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     elements, row = math.prod(shape), shape[-1] if shape else 1
     if (
         row % block.elements
@@ -195,7 +194,7 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     from gguf import GGMLQuantizationType, quants
 
     rows = data.reshape(-1, row // block.elements * block.bytes)
-    return quants.dequantize(rows, GGMLQuantizationType(block.value)).reshape(shape)
+    return quants.dequantize(rows, GGMLQuantizationType(block.number)).reshape(shape)
 
 
 def _unpacked_levels(blocks: np.ndarray, levels: np.ndarray) -> np.ndarray:
@@ -446,20 +445,19 @@ def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
     cursor.require(1 <= dimensions <= 4, f"has {dimensions} dimensions, and 1 to 4 are accepted")
     shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
     number, offset = cursor.number("I"), cursor.number("Q")
-    kind = next((kind for kind in Kind if kind.value == number), None)
+    kind = next((kind for kind in KINDS if KINDS[kind].number == number), None)
     if kind is None:
         raise cursor.error(
-            f"is of ggml's type {number}; accepted: {', '.join(Kind.__members__)}; take a file of those, "
+            f"is of ggml's type {number}; accepted: {', '.join(KINDS).upper()}; take a file of those, "
             "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
         )
     cursor.require(0 not in shape, f"is empty: {list(shape)}")
+    block = KINDS[kind]
     cursor.require(
-        shape[-1] % kind.elements == 0,
-        f"has rows of {shape[-1]}, not a multiple of the {kind.elements} in a block",
+        shape[-1] % block.elements == 0,
+        f"has rows of {shape[-1]}, not a multiple of the {block.elements} in a block",
     )
-    return GGUFTensor(
-        name, shape, kind.name.lower(), offset, math.prod(shape) // kind.elements * kind.bytes
-    )
+    return GGUFTensor(name, shape, kind, offset, math.prod(shape) // block.elements * block.bytes)
 
 
 def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:
@@ -485,46 +483,44 @@ def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> di
 # ---- how numbers are stored: the last thing here, so that one more kind is one more line
 
 
-class Kind(Enum):
-    """Kinds of numbers: ggml's number of the type, and that `elements` of a row share a block of `bytes`.
+class Kind(NamedTuple):
+    """A kind of numbers: ggml's number of the type, and that `elements` of a row share a block of `bytes`."""
 
-    One that has a file in csrc/cpu/integers stays packed under integer numerics, one in csrc/cpu/formats under others;
-    the rest is unpacked when it is loaded.
-    """
-
+    number: int
     elements: int
     bytes: int
 
-    def __new__(cls, number: int, elements: int, size: int) -> "Kind":
-        kind = object.__new__(cls)
-        kind._value_, kind.elements, kind.bytes = number, elements, size
-        return kind
 
-    F32 = 0, 1, 4
-    F16 = 1, 1, 2
-    BF16 = 30, 1, 2
-    Q4_0 = 2, 32, 18
-    Q4_1 = 3, 32, 20
-    Q5_0 = 6, 32, 22
-    Q5_1 = 7, 32, 24
-    Q8_0 = 8, 32, 34
-    Q2_K = 10, 256, 84
-    Q3_K = 11, 256, 110
-    Q4_K = 12, 256, 144
-    Q5_K = 13, 256, 176
-    Q6_K = 14, 256, 210
-    IQ4_NL = 20, 32, 18
-    IQ4_XS = 23, 256, 136
-    MXFP4 = 39, 32, 17
-    NVFP4 = 40, 64, 36  # never packed in memory: a matrix may have a scale in another tensor
-    Q1_0 = 41, 128, 18
-    Q2_0 = 42, 64, 18
-    IQ1_S = 19, 256, 50
-    IQ1_M = 29, 256, 56
-    IQ2_XXS = 16, 256, 66
-    IQ2_XS = 17, 256, 74
-    IQ2_S = 22, 256, 82
-    IQ3_XXS = 18, 256, 98
-    IQ3_S = 21, 256, 110
-    TQ1_0 = 34, 256, 54
-    TQ2_0 = 35, 256, 66
+# One that has a file in csrc/cpu/integers stays packed under integer numerics, one in csrc/cpu/formats under others;
+# the rest is unpacked when it is loaded.
+KINDS = {
+    "f32": Kind(0, 1, 4),
+    "f16": Kind(1, 1, 2),
+    "bf16": Kind(30, 1, 2),
+    "q4_0": Kind(2, 32, 18),
+    "q4_1": Kind(3, 32, 20),
+    "q5_0": Kind(6, 32, 22),
+    "q5_1": Kind(7, 32, 24),
+    "q8_0": Kind(8, 32, 34),
+    "q2_k": Kind(10, 256, 84),
+    "q3_k": Kind(11, 256, 110),
+    "q4_k": Kind(12, 256, 144),
+    "q5_k": Kind(13, 256, 176),
+    "q6_k": Kind(14, 256, 210),
+    "iq4_nl": Kind(20, 32, 18),
+    "iq4_xs": Kind(23, 256, 136),
+    "mxfp4": Kind(39, 32, 17),
+    # never packed in memory: a matrix may have a scale in another tensor
+    "nvfp4": Kind(40, 64, 36),
+    "q1_0": Kind(41, 128, 18),
+    "q2_0": Kind(42, 64, 18),
+    "iq1_s": Kind(19, 256, 50),
+    "iq1_m": Kind(29, 256, 56),
+    "iq2_xxs": Kind(16, 256, 66),
+    "iq2_xs": Kind(17, 256, 74),
+    "iq2_s": Kind(22, 256, 82),
+    "iq3_xxs": Kind(18, 256, 98),
+    "iq3_s": Kind(21, 256, 110),
+    "tq1_0": Kind(34, 256, 54),
+    "tq2_0": Kind(35, 256, 66),
+}
