@@ -1,7 +1,6 @@
 """MTP heads of a checkpoint, which transformers leaves unread, and Gemma 4's assistants, which are models apart."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from specengine.checkpoints import gguf
 from specengine.checkpoints.checks import why_absent
 from specengine.checkpoints.gguf_source import GGUFSource
-from specengine.checkpoints.safetensors_file import WEIGHT_FILES, stacked, tensors_of
+from specengine.checkpoints.safetensors_file import WEIGHT_FILES, StoredTensor, stacked, tensors_of
 from specengine.errors import (
     CheckpointError,
     SpecEngineError,
@@ -21,7 +20,7 @@ from specengine.errors import (
     refuse_misfits,
     require,
 )
-from specengine.files import INDEX, read_text, safetensors_files
+from specengine.files import safetensors_files
 from specengine.models.configs import family_of, layer_template, with_buffers
 from specengine.models.kv_cache import CachedTarget, LanguageModel
 from specengine.models.mtp import (
@@ -56,7 +55,7 @@ def is_stored(name: str, target: LanguageModel) -> bool:
             names = {stored for names in _names_in_file(target.config).values() for stored in names}
             return names <= set(file.file.tensors)
         folder = _folder(name)
-        return folder is not None and bool(parts_in(_names(folder), _layers(target.config)))
+        return folder is not None and bool(parts_in(_tensors(folder), _layers(target.config)))
     except (SpecEngineError, OSError, ValueError):
         return False
 
@@ -148,8 +147,8 @@ def load_assistant(
             f"{name}: no assistant can be made of its config.json: {error}"
         ) from error
     state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
-    for file in [] if folder is None else safetensors_files(folder):
-        state |= {key: stored.read(0, stored.shape[0]) for key, stored in tensors_of(file)}
+    stored = {} if folder is None else _tensors(folder)
+    state |= {key: tensor.read(0, tensor.shape[0]) for key, tensor in stored.items()}
     state.pop(net.tied, None)
     _fill(net, state, target.dtype, f"{folder or name}: its tensors do not fit its config")
     with_buffers(net.model)
@@ -158,11 +157,7 @@ def load_assistant(
 
 def _in_folder(folder: Path | None, target: LanguageModel) -> dict[str, Tensor]:
     """Return the tensors of the head in a folder by their names in MtpLayer; empty where it has none."""
-    tensors = (
-        {}
-        if folder is None
-        else {key: stored for file in safetensors_files(folder) for key, stored in tensors_of(file)}
-    )
+    tensors = {} if folder is None else _tensors(folder)
     names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
     stored = stacked({inside: tensors[key] for key, inside in names.items()}, {})
     return {inside: tensor.read(0, tensor.shape[0]) for inside, tensor in stored.items()}
@@ -225,8 +220,5 @@ def _folder(name: str) -> Path | None:
         return None
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the names of all tensors."""
-    if (folder / INDEX).is_file():
-        return list(json.loads(read_text(folder / INDEX))["weight_map"])
-    return [name for file in safetensors_files(folder) for name, _ in tensors_of(file)]
+def _tensors(folder: Path) -> dict[str, StoredTensor]:
+    return {key: stored for file in safetensors_files(folder) for key, stored in tensors_of(file)}

@@ -12,12 +12,12 @@ from heapq import heapify, heappop, heappush
 from sys import float_info
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import NO_HINTS, Drafter, Hints, Recycler, Traits, Wrapped, another
-from specengine.errors import require
 from specengine.models import common_prefix
 from specengine.ops import Nodes
 from specengine.ops.select import COPIED, FREE, RECYCLED, Drafted, Step, mix_copies
@@ -470,11 +470,17 @@ def contexts(
     return [[*before, *(tokens[above] for above in path_of(parents, node))] for node in nodes]
 
 
-def require_lengths(draft: str, shortest: int, longest: int) -> None:
-    """Raise InputError unless these can be the lengths of suffixes."""
-    require(
-        f"draft {draft}.shortest, longest",
-        f"{shortest}, {longest}",
-        "1 <= shortest <= longest",
-        1 <= shortest <= longest,
+def sparse_step(rows: Sequence[Mapping[int, float]], dtype: Any, device: torch.device) -> Step:
+    """Return the step of nodes whose proposed tokens have these probabilities; dtype: numpy's, of their logarithms."""
+    columns = {
+        token: column
+        for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))
+    }
+    # small arrays fill faster than tensors
+    shares = np.zeros((len(rows), max(1, len(columns))), dtype)
+    for values, row in zip(shares, rows, strict=True):
+        values[[columns[token] for token in row]] = list(row.values())
+    token_ids = torch.tensor(list(columns) or [0], device=device, dtype=torch.int64)
+    return Step(
+        torch.from_numpy(shares).log_().to(device, torch.float32), token_ids, normalized=True
     )

@@ -1,17 +1,11 @@
 """Drafting by the head for multi-token prediction that a model's checkpoint brings along, or by Gemma 4's assistant."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from specengine import registry
 from specengine.drafters import Maker
 from specengine.drafters.eagle import EagleDraft
+from specengine.errors import require_options
 from specengine.options import LoadOptions
-
-
-@dataclass
-class NoOptions:
-    """An MTP head has none."""
 
 
 class Mtp(EagleDraft):
@@ -27,14 +21,15 @@ class Mtp(EagleDraft):
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
         if draft == "mtp":
-            registry.build(NoOptions, options.draft_options, "draft mtp")
+            require_options(options.draft_options, (), "draft mtp: ")
             return lambda target, _: cls(
                 checkpoints.mtp.load(target.name, target.lm), target.lm, name="mtp"
             )
         if not checkpoints.mtp.is_assistant(draft, offline=options.offline):
             return None
-        registry.build(NoOptions, options.draft_options, "draft assistant")
-        load = checkpoints.mtp.load_assistant
+        require_options(options.draft_options, (), "draft assistant: ")
         return lambda target, _: cls(
-            load(draft, target, offline=options.offline), target.lm, name="assistant"
+            checkpoints.mtp.load_assistant(draft, target, offline=options.offline),
+            target.lm,
+            name="assistant",
         )

@@ -1,16 +1,16 @@
 """Drafting by n-gram lookup: what followed the same words earlier in the prompt and the output."""
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import ClassVar
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
-from specengine.drafters.lookup import Suffixes, backend, contexts, require_lengths
+from specengine.drafters.lookup import Suffixes, backend, contexts, sparse_step
+from specengine.errors import require
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -38,7 +38,12 @@ class NGram(Drafter):
     _predicted: Suffixes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_lengths("ngram", self.shortest, self.longest)
+        require(
+            "draft ngram.shortest, longest",
+            f"{self.shortest}, {self.longest}",
+            "1 <= shortest <= longest",
+            1 <= self.shortest <= self.longest,
+        )
         self._seen, self._predicted = (
             backend().Suffixes(self.shortest, self.longest) for _ in range(2)
         )
@@ -60,22 +65,8 @@ class NGram(Drafter):
             tree.tokens.tolist(),
             tree.parents.tolist(),
         )
-        rows = [
-            self._continuations(context)
-            for context in contexts(self._seen.tail, tokens, parents, nodes)
-        ]
-        columns = {
-            token: column
-            for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))
-        }
-        log_probs = torch.full(
-            (len(rows), max(1, len(columns))), float("-inf"), dtype=torch.float32, device="cpu"
-        )
-        for index, row in enumerate(rows):
-            for token, probability in row.items():
-                log_probs[index, columns[token]] = math.log(probability)
-        token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)
-        return Step(log_probs.to(tree.device), token_ids, normalized=True)
+        rows = map(self._continuations, contexts(self._seen.tail, tokens, parents, nodes))
+        return sparse_step([*rows], np.float64, tree.device)
 
     def accept(self, cycle: Cycle) -> None:
         # The cycle's root was committed before it; its last token is the next root.

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specengine.drafters import NO_HINTS, About, Hints, Recycler, Traits
-from specengine.drafters.lookup import SuccessorTable, backend, learn
+from specengine.drafters.lookup import SuccessorTable, backend, learn, sparse_step
 from specengine.errors import require
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -71,16 +70,7 @@ class Recycling(Recycler):
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         rows = [self.row(token) for token in tree.tokens[frontier.alive()].tolist()]
-        columns = {
-            token: column
-            for column, token in enumerate(dict.fromkeys(token for row in rows for token in row))
-        }
-        # small arrays fill faster than tensors
-        shares = np.zeros((len(rows), max(1, len(columns))), np.float32)
-        for values, row in zip(shares, rows, strict=True):
-            values[[columns[token] for token in row]] = list(row.values())
-        token_ids = torch.tensor(list(columns) or [0], device=tree.device, dtype=torch.int64)
-        return Step(torch.from_numpy(shares).log_().to(tree.device), token_ids, normalized=True)
+        return sparse_step(rows, np.float32, tree.device)
 
     def accept(self, cycle: Cycle) -> None:
         """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last."""

@@ -35,6 +35,7 @@ from specengine.errors import (
     shown,
 )
 from specengine.models import Target, common_prefix
+from specengine.models import free_memory as free_memory
 from specengine.models.mtp import AssistantHead
 from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
 from specengine.models.native.weights import progress_bar
@@ -536,17 +537,6 @@ def _forget(engine: EngineState) -> None:
     target = cast(LaneTarget, engine.target)
     target.cache, target.tokens = target.lm.new_cache(1), []
     drafters.forget(engine.drafter)
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(
-            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
-        )
-    except (OSError, ValueError, StopIteration):
-        return 1 << 50
 
 
 def memory_of(

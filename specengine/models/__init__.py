@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -125,6 +126,17 @@ class Target(ModelFacts, ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all tokens."""
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(
+            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        )
+    except (OSError, ValueError, StopIteration):
+        return 1 << 50
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

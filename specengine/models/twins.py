@@ -7,7 +7,6 @@ time of a few rows, and takes a second copy of these weights in memory.
 
 import copy
 import functools
-import os
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from specengine.models import free_memory
 from specengine.models.extension import is_plain
 
 M = TypeVar("M", bound=nn.Module)
@@ -162,7 +162,10 @@ class Packed:
         """
         if state is None:
             state = [
-                (linear.weight.data_ptr(), _version(linear.weight))
+                (
+                    linear.weight.data_ptr(),
+                    0 if linear.weight.is_inference() else linear.weight._version,
+                )
                 for linear in packable(self._original)
             ]
         if state != self._state:
@@ -176,10 +179,6 @@ class Packed:
         self._twin = twin(self._original, lambda module: _packed(module, self._layers))
 
 
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
-
-
 def worth_packing(model: nn.Module) -> bool:
     """Return whether packing speeds this model up here, and a second copy of the weights fits well into memory."""
     weights = [linear.weight for linear in packable(model)]
@@ -189,7 +188,7 @@ def worth_packing(model: nn.Module) -> bool:
         or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
         return False
-    return sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * _free_memory()
+    return sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * free_memory()
 
 
 def packable(model: nn.Module) -> Iterator[nn.Linear]:
@@ -220,11 +219,3 @@ def _is_packable(module: nn.Module) -> bool:
     weight, bias = vars(module)["_parameters"].get("weight"), module.bias
     plain = is_plain(weight) and (bias is None or is_plain(bias)) and nn.Linear.forward is _LINEAR
     return plain and weight.dtype is torch.bfloat16
-
-
-def _free_memory() -> float:
-    """Return the free memory in bytes; infinite where the system does not say."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return float("inf")
