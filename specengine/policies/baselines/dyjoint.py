@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from specengine.policies.baselines._chain import StoppedChain
+from specengine.policies.baselines.dymax import DyMax
 
 
 @dataclass
-class DyJoint(StoppedChain):
+class DyJoint(DyMax):
     """Greedy draft tokens while their joint probability is `threshold` or more; the first is always proposed.
 
     Source: C2T, Table 7.
