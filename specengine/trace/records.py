@@ -212,7 +212,21 @@ class _Reading:
         )
         record = {**_DEFAULTS.get(kind, {}), **record}
         _check_fields(record, kind, where)
-        getattr(self, f"_take_{kind}")(record, where)
+        if kind == "trace":
+            require_input(f"trace: {where}: record: a second record trace", self._header is None)
+            self._header = {name: value for name, value in record.items() if name != "format"}
+        elif kind == "query":
+            self._queries.append({**record, "cycles": []})
+        else:
+            require_input(
+                f"trace: {where}: record: got {kind} outside a query",
+                bool(self._queries) and "stats" not in self._queries[-1],
+            )
+            if kind == "cycle":
+                _check_tree(record, where)
+                self._queries[-1]["cycles"].append(TracedCycle(**record))
+            else:
+                self._queries[-1].update(record)
 
     def done(self, truncated: bool) -> Trace:
         if self._header is None:
@@ -223,27 +237,6 @@ class _Reading:
             queries=[Query(**query) for query in self._queries],
             truncated=truncated,
         )
-
-    def _take_trace(self, record: dict[str, Any], where: str) -> None:
-        require_input(f"trace: {where}: record: a second record trace", self._header is None)
-        self._header = {name: value for name, value in record.items() if name != "format"}
-
-    def _take_query(self, record: dict[str, Any], where: str) -> None:
-        self._queries.append({**record, "cycles": []})
-
-    def _take_cycle(self, record: dict[str, Any], where: str) -> None:
-        _check_tree(record, where)
-        self._open_query("cycle", where)["cycles"].append(TracedCycle(**record))
-
-    def _take_end(self, record: dict[str, Any], where: str) -> None:
-        self._open_query("end", where).update(record)
-
-    def _open_query(self, kind: str, where: str) -> dict[str, Any]:
-        require_input(
-            f"trace: {where}: record: got {kind} outside a query",
-            bool(self._queries) and "stats" not in self._queries[-1],
-        )
-        return self._queries[-1]
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
