@@ -115,7 +115,7 @@ class Guided(Wrapped):
                 ]:
                     if (end, token) in children:
                         break
-                    _append(proposals, end, token, 0.0, FREE, 0)
+                    proposals.append(end, token, 0.0, FREE, 0)
                     end = size + len(proposals.tokens) - 1
             ends.append(end)
         grown = _grafted(tree, proposals)
@@ -138,8 +138,7 @@ class Guided(Wrapped):
             place, path = added.get(parent) or (parent, self._path(tree, parent))
             if self.constraint.allows(path, token):
                 added[size + entry] = first + len(proposals.tokens), [*path, token]
-                _append(
-                    proposals,
+                proposals.append(
                     place,
                     token,
                     unchecked.log_probs[entry],
@@ -189,16 +188,6 @@ class Guided(Wrapped):
 
     def _path(self, tree: TokenTree, node: int) -> list[int]:
         return [*self.written, *tree.path_tokens(node)]
-
-
-def _append(
-    proposals: Free, parent: int, token: int, log_prob: float, mark: int, rank: int
-) -> None:
-    proposals.parents.append(parent)
-    proposals.tokens.append(token)
-    proposals.log_probs.append(log_prob)
-    proposals.marks.append(mark)
-    proposals.ranks.append(rank)
 
 
 def _grafted(tree: TokenTree, proposals: Free) -> TokenTree:

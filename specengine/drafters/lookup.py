@@ -406,11 +406,7 @@ class Copies:
                 ]
             else:
                 _, token, mark = parent.proposals[rank]
-                free.parents.append(parent.node)
-                free.tokens.append(token)
-                free.log_probs.append(-cost - parent.score)
-                free.marks.append(mark)
-                free.ranks.append(rank)
+                free.append(parent.node, token, -cost - parent.score, mark, rank)
                 heappush(waiting, (cost, len(entries), -1))
                 entries.append(
                     _Parent(int(size) + len(free.tokens) - 1, [*parent.context, token], -cost)

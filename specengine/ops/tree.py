@@ -557,6 +557,12 @@ class Free(NamedTuple):
     marks: list[int]
     ranks: list[int]
 
+    def append(self, parent: int, token: int, log_prob: float, mark: int, rank: int) -> None:
+        """Append an entry."""
+        columns: tuple[list[Any], ...] = self
+        for column, value in zip(columns, (parent, token, log_prob, mark, rank), strict=True):
+            column.append(value)
+
 
 Continuations = Callable[["TokenTree", Nodes, int, float], Free | None]  # Drafter.free
 
