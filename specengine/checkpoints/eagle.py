@@ -98,8 +98,13 @@ def is_head(path: str | os.PathLike[str]) -> bool:
         return False
     if layouts.is_head(_read_config(folder)):
         return True
-    with suppress(CheckpointError):
-        names = _names(folder)
+    with suppress(CheckpointError, SafetensorError, OSError):
+        files = _weight_files(folder)
+        names = (
+            set(_read_tensors(folder))
+            if files[0].suffix == ".bin"
+            else {name for file in files for name in safe_open(file, framework="pt").keys()}  # noqa: SIM118
+        )
         return "fc.weight" in names and any(
             name.startswith(("midlayer.", "layers.0.")) for name in names
         )
@@ -262,17 +267,6 @@ def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     require_intact(f"{folder}: holds neither model.safetensors nor pytorch_model.bin", bool(files))
     return files
-
-
-def _names(folder: Path) -> set[str]:
-    """Return the names of all tensors, without reading them where the format allows it."""
-    files = _weight_files(folder)
-    if files[0].suffix == ".bin":
-        return set(_read_tensors(folder))
-    try:
-        return {name for file in files for name in safe_open(file, framework="pt").keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _read_tensors(folder: Path) -> State:
