@@ -79,19 +79,24 @@ CONTEXT_SOURCES = (
 )
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield all text in prompts, messages and tools, as deep as messages may be nested."""
+def texts_in(value: Any, deepest: int | None = None) -> Iterator[str]:
+    """Yield all text in prompts, messages and tools, in any field, as deep as messages may be nested.
+
+    deepest: InputError for what is nested deeper; by default it is left out, and so are lists of token ids.
+    """
     waiting = [(value, 0)]
     while waiting:
         part, depth = waiting.pop()
         if isinstance(part, str):
             yield part
-        elif depth <= MAX_NESTED + 1 and isinstance(part, Mapping):
+            continue
+        require_input(f"prompt: messages are nested deeper than {deepest} levels", depth != deepest)
+        if depth <= MAX_NESTED + 1 and isinstance(part, Mapping):
             waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
         elif (
             depth <= MAX_NESTED + 1
             and isinstance(part, list | tuple)
-            and not (part and type(part[0]) is int)
+            and (deepest is not None or not (part and type(part[0]) is int))
         ):
             waiting += [(inner, depth + 1) for inner in part]
 
@@ -226,16 +231,16 @@ def _from_messages(
             "letters, digits, _ and -",
             live or _ROLE.fullmatch(role) is not None,
         )
-        for text in _strings(message):
+        for text in texts_in(message, MAX_NESTED):
             _require_unicode("prompt", text)
-    for text in _strings(list(tools or [])):
+    for text in texts_in(list(tools or []), MAX_NESTED):
         _require_unicode("tools", text)
-    for text in _strings(dict(template or {})):
+    for text in texts_in(dict(template or {}), MAX_NESTED):
         _require_unicode("chat_template_kwargs", text)
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
     values = [*texts, *(tools or []), dict(template or {})]
-    if special is not None and any(map(special.pattern.search, _strings(values))):
+    if special is not None and any(map(special.pattern.search, texts_in(values, MAX_NESTED))):
         return special.encode(texts, room, tools, template)
     tools, options = None if tools is None else list(tools), _ENDED | dict(template or {})
     if fills_itself(tokenizer):
@@ -267,20 +272,6 @@ def _text_of(content: Any) -> str:
     return content
 
 
-def _strings(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield all text in messages, in any field."""
-    if isinstance(value, str):
-        yield value
-    elif depth == MAX_NESTED:
-        raise InputError(f"prompt: messages are nested deeper than {MAX_NESTED} levels")
-    elif isinstance(value, Mapping):
-        for part in (*value.keys(), *value.values()):
-            yield from _strings(part, depth + 1)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _strings(part, depth + 1)
-
-
 class SpecialText(NamedTuple):
     """Writes the text of special tokens as plain text: it is replaced in messages while the template is filled.
 
@@ -305,7 +296,7 @@ class SpecialText(NamedTuple):
     ) -> list[int]:
         """Return the ids of the filled template, with special tokens only where the template has put them."""
         options = dict(template or {})
-        strings = list(_strings([*messages, *(tools or []), options]))
+        strings = list(texts_in([*messages, *(tools or []), options], MAX_NESTED))
         mark = next((char for char in _PRIVATE if not any(char in text for text in strings)), None)
         require_input(
             "prompt: allow_special_text=False needs a private-use character that no message holds",
