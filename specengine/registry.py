@@ -116,9 +116,7 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
     full = f"{file.resolve().parent}.{file.stem}"
     module = sys.modules.get(full)
     if module is None:
-        spec = importlib.util.spec_from_file_location(full, file)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(full, file)
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module  # where a dataclass looks its annotations up
         try:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ class ShardedLM(CausalLM):
         super().__init__(model, pack=False, merge=True)
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
-        self._tables = [_whole(table) for table in tables]  # by all ranks at once
+        self._tables: list[Any] = [_whole(table) for table in tables]  # by all ranks at once
         if dist.get_rank():
             self._tables = []
 
@@ -124,14 +124,10 @@ class ShardedLM(CausalLM):
 
     @property
     def table(self) -> Tensor:
-        table = self._tables[0]
-        assert table is not None
-        return table
+        return cast(Tensor, self._tables[0])
 
     def head(self, states: Tensor) -> Tensor:
-        weight = self._tables[1]
-        assert weight is not None
-        return linear(states.to(self.dtype), weight, self._tables[2])
+        return linear(states.to(self.dtype), *self._tables[1:])
 
 
 def _whole(table: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ make the host wait.
 import ctypes
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,10 +193,7 @@ def compile_source(source: str, target: str) -> bytes:
     texts = (ctypes.c_char_p * count)(*(text.encode() for text in HEADERS.values()))
     names = (ctypes.c_char_p * count)(*(name.encode() for name in HEADERS))
     text = (folder / source).read_bytes()
-
-    def insist(code: int, what: str) -> None:
-        _insist(code, what, source)
-
+    insist = partial(_insist, source=source)
     insist(
         nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, texts, names),
         "create",

@@ -70,7 +70,7 @@ class ReadingProcess:
         )
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._process = subprocess.Popen(
+            self._process: Any = subprocess.Popen(
                 [sys.executable, "-I", "-S", script, arguments],
                 stdin=pipe,
                 stdout=pipe,
@@ -89,15 +89,12 @@ class ReadingProcess:
         return self._within(seconds, line)
 
     def _within(self, seconds: float, line: bytes) -> bytes:
-        questions, answered = self._process.stdin, self._process.stdout
-        assert questions is not None
-        assert answered is not None
         timer = threading.Timer(seconds, self._end)
         timer.start()
         try:
-            questions.write(line)
-            questions.flush()
-            return answered.readline()
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            return self._process.stdout.readline()
         except OSError:  # it ended before it had read the line
             return b""
         finally:
