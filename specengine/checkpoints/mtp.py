@@ -35,7 +35,7 @@ from specengine.models.mtp import (
     parts_in,
 )
 from specengine.models.native import NativeLM
-from specengine.models.native.mtp import NativeMtpHead
+from specengine.models.native.lm import NativeMtpHead
 
 _OUTSIDE = {  # of a head's block, by their names in GGUF files
     "fc.weight": "nextn.eh_proj.weight",

@@ -20,7 +20,7 @@ from specengine.checkpoints.pretrained import open_gguf
 from specengine.errors import CheckpointError
 from specengine.models.configs import family_of, layer_template
 from specengine.models.mtp import MtpLayer
-from specengine.models.native.mtp import NativeMtpHead
+from specengine.models.native.lm import NativeMtpHead
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
 from tests.models.native_variants import PROMPT

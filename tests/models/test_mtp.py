@@ -17,7 +17,7 @@ from specengine.checkpoints import mtp
 from specengine.drafters.mtp import Mtp
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from specengine.models.mtp import MtpHead, names_in_head, parts_in
-from specengine.models.native.mtp import NativeMtpHead
+from specengine.models.native.lm import NativeMtpHead
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from tests.models.mtp_checkpoints import NEMOTRON, NEXT_N, QWEN, checkpoint, edited
