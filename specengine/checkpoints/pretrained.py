@@ -63,8 +63,8 @@ from specengine.models.extension import NOT_BUILT, extension, instruction_sets
 from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM, from_model
 from specengine.models.tensor_parallel import splitting
+from specengine.request.prompts import filled
 from specengine.request.readers import FILLERS
-from specengine.request.templates import filled
 
 if TYPE_CHECKING:
     from specengine.models.native.weights import Source

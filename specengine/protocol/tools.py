@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specengine.errors import InputError
 from specengine.protocol.problems import RequestError, require_request
-from specengine.request.templates import filled
+from specengine.request.prompts import filled
 from specengine.request.text import TextStream
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"

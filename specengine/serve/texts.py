@@ -21,7 +21,7 @@ from specengine.protocol.problems import RequestError, of_error
 from specengine.protocol.replies import TokenTexts
 from specengine.protocol.requests import ChatRequest
 from specengine.protocol.tools import format_of, tools_for
-from specengine.request import templates
+from specengine.request import prompts
 from specengine.request.prompts import Room, require_tokens
 from specengine.request.text import Decoder
 from specengine.serve.answering import json_response, loaded, read_beside, require_ready
@@ -174,7 +174,7 @@ def filled(request: ChatRequest, limits: ModelLimits) -> str:
         raise InputError("messages: this model has no chat template")
     messages = [message.for_template() for message in request.messages]
     options = {"add_generation_prompt": True} | request.template_options
-    return templates.filled(
+    return prompts.filled(
         tokenizer, messages, tools_for(tokenizer, messages, request.template_tools), **options
     )
 

@@ -15,10 +15,9 @@ import pytest
 from specengine import Engine
 from specengine.checkpoints.pretrained import taking_texts
 from specengine.errors import InputError
-from specengine.request import templates
-from specengine.request.prompts import token_ids
+from specengine.request import prompts
+from specengine.request.prompts import filled, token_ids
 from specengine.request.readers import TEMPLATES, NoReaderError, Readers
-from specengine.request.templates import filled
 from specengine.request.text import SharedTokenizer
 from tests.serve.served import CHAT, served, tiny_engine
 from tests.toy import byte_tokenizer, tiny
@@ -53,7 +52,7 @@ def tokenizer_of(template: str) -> Any:
 @pytest.fixture
 def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pool = Readers(TEMPLATES)
-    monkeypatch.setattr(templates, "FILLERS", pool)
+    monkeypatch.setattr(prompts, "FILLERS", pool)
     yield
     pool.close()
 
@@ -100,7 +99,7 @@ def test_it_is_what_transformers_makes_of_it(
 def test_a_template_without_end_is_refused(
     name: str, own_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(prompts, "MAX_SECONDS", 0.2)
     with pytest.raises(
         InputError, match=r"^prompt: the chat template .* \(filling it takes more than 0.2 s\)"
     ):
@@ -161,14 +160,14 @@ def test_a_filled_template_fits_the_context() -> None:
 
 
 def test_a_folder_is_loaded_whose_template_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(prompts, "MAX_SECONDS", 0.2)
     template = ENDLESS["loops in loops"] + "{# text #}"
     assert taking_texts(tokenizer_of(template)).chat_template == template
 
 
 @pytest.mark.slow
 def test_a_server_refuses_it_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(prompts, "MAX_SECONDS", 0.2)
     guarded = (
         "{% if messages[0]['content'] == 'bomb' %}"
         + ENDLESS["loops in loops"]
@@ -198,15 +197,15 @@ def test_a_server_refuses_it_and_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ctrl_c_is_for_whoever_started_the_process(own_process: None) -> None:
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
-    process = templates.FILLERS._idle[0]._process
+    process = prompts.FILLERS._idle[0]._process
     process.send_signal(signal.SIGINT)
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
-    assert templates.FILLERS._idle[0]._process is process
+    assert prompts.FILLERS._idle[0]._process is process
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_imports_no_torch(own_process: None) -> None:
     assert filled(tokenizer_of(PLAIN), HELLO) == "<u>Hello</u>"
-    maps = Path(f"/proc/{templates.FILLERS._idle[0]._process.pid}/maps").read_text()
+    maps = Path(f"/proc/{prompts.FILLERS._idle[0]._process.pid}/maps").read_text()
     assert "numpy" in maps
     assert "torch" not in maps

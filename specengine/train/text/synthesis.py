@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from specengine.errors import InputError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, RowBatch
-from specengine.request.templates import filled
+from specengine.request.prompts import filled
 from specengine.request.text import special_texts
 from specengine.train.text import SynthesisOptions
 from specengine.train.text.corpus import Corpus, States, Text
