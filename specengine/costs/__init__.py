@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Points = dict[int, float]  # costs by number of nodes
 
+MEASURED = "measured"  # where policies name the costs of their own engine
 MAX_LOAD = 0.1  # share of the processors that others may take while costs are measured
 MAX_SPREAD = 0.5  # of measured times, relative
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specengine import policies
-from specengine.costs import PassCosts, Points, interpolated
+from specengine.costs import MEASURED, PassCosts, Points, interpolated
 from specengine.cycle import Draft, draft_tree
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
 from specengine.ops.select import FREE, Step
 from specengine.ops.tree import Free, TokenTree
 from specengine.ops.worth import LEVELS
-from specengine.policies.auto.auto import MEASURED, Auto
+from specengine.policies.auto.auto import Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests.policies.lawful import Lawful, Rows, World
 from tests.toy import CPU
@@ -162,6 +162,8 @@ class Simulation:
         verify, drafting = self.machine.seconds(len(draft.tree), self._widths)
         seconds = Seconds(draft=drafting, verify=verify, total=verify + drafting)
         kept = None if plan.rests else draft.kept
-        cycle = Cycle(draft.tree, path, chosen, seconds, draft.drafted, None, draft.grown, kept)
+        cycle = Cycle(
+            draft.tree, path, chosen, seconds, len(draft.grown) - 1, None, draft.grown, kept
+        )
         self.policy.learn(Outcome.of(cycle))
         return len(chosen), verify + drafting

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import Engine, ops, policies
-from specengine.costs import PassCosts
+from specengine.costs import MEASURED, PassCosts
 from specengine.drafters import About, Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
@@ -25,7 +25,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import FREE, RECYCLED
 from specengine.ops.tree import Free, TokenTree
 from specengine.ops.worth import KNOTS, LEVELS, MAX_CHANCE, MIN_CHANCE, ODDS, PLACES
-from specengine.policies.auto.auto import MEASURED, REPRICED, Auto
+from specengine.policies.auto.auto import REPRICED, Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests import toy
 from tests.examples import examples

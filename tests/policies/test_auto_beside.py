@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from specengine.costs import PassCosts
+from specengine.costs import MEASURED, PassCosts
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import LEVELS
-from specengine.policies.auto.auto import MEASURED, Auto
+from specengine.policies.auto.auto import Auto
 from specengine.records import Cycle, Outcome, Seconds
 from tests.policies.lawful import ELSEWHERE, Lawful, Rows, World, all_ways, drafted, level
 from tests.policies.test_auto import HELD, auto, state_of

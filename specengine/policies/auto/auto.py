@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import ASSUMED, PassCosts, find_costs
+from specengine.costs import ASSUMED, MEASURED, PassCosts, find_costs
 from specengine.ops import Drafted, Limits, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import Beside, Free, TokenTree
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from specengine.ops.worth import Source
     from specengine.records import Cycle, Outcome
 
-MEASURED = "measured"
 PLAIN_REASON = "no draft promised more than it costs, or trees had not paid and rested"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are compared
 MAX_ROUNDS = 64  # each is played through for every width before every pass

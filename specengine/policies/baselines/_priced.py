@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import ASSUMED, PassCosts, find_costs
+from specengine.costs import ASSUMED, MEASURED, PassCosts, find_costs
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy
 
 if TYPE_CHECKING:
     from specengine.records import Outcome
 
-MEASURED = "measured"
 REPRICED = 16  # cycles between looks at the costs: contexts grow, and other texts come and go
 READS, STAYS = Plan(reads_costs=True), Plan()
 

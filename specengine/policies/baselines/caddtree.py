@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine.costs import PassCosts
+from specengine.costs import MEASURED, PassCosts
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import require
-from specengine.policies.baselines._priced import MEASURED, Priced
+from specengine.policies.baselines._priced import Priced
 from specengine.policies.baselines.ddtree import DDTree
 
 

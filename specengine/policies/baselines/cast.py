@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import PassCosts
+from specengine.costs import MEASURED, PassCosts
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, require, require_minimum
-from specengine.policies.baselines._priced import MEASURED, Priced
+from specengine.policies.baselines._priced import Priced
 
 MIN_UTILITY = 1e-300  # utility that ratios are taken to
 
