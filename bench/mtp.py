@@ -141,7 +141,9 @@ def replay(way: str, head: Head, costs: PassCosts, cycles: int) -> dict[str, Any
         )
         policy.learn(
             Outcome.of(
-                Cycle(tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept)
+                Cycle(
+                    tree, path, tokens, seconds, len(draft.grown) - 1, None, draft.grown, draft.kept
+                )
             )
         )
         if 4 * head.position >= cycles:

@@ -211,7 +211,9 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
         return None if choice < 0 else choice
 
     path, tokens = walk(draft.tree, choose, lambda token: False)
-    cycle = Cycle(draft.tree, path, tokens, seconds, draft.drafted, None, draft.grown, draft.kept)
+    cycle = Cycle(
+        draft.tree, path, tokens, seconds, len(draft.grown) - 1, None, draft.grown, draft.kept
+    )
     policy.learn(Outcome.of(cycle))
     known = torch.tensor([place for place in places if place >= 0])
     return Replayed(
@@ -219,7 +221,7 @@ def replay_cycle(logged: LoggedTree, columns: Columns, policy: TreePolicy) -> Re
         float(path_log_probs(logged)[known].exp().sum()),
         drafter.widths,
         len(draft.tree),
-        draft.drafted,
+        len(draft.grown) - 1,
         seconds.policy,
         drafter.missed,
         places.count(-1),

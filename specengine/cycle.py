@@ -96,11 +96,6 @@ class Draft(NamedTuple):
     # int64 [tree.size], the nodes of `grown` that make up `tree`; None: all of them
     kept: Tensor | None = None
 
-    @property
-    def drafted(self) -> int:
-        """Draft nodes proposed, the root excluded."""
-        return len(self.grown) - 1
-
 
 def first(drafter: Drafter, policy: TreePolicy, tree: TokenTree, seconds: Seconds) -> Nodes:
     """Return the nodes of a new tree to draft from: the root, or none if the policy skips drafting."""
@@ -353,7 +348,8 @@ class EagerDriver:
         self.device = target.device if drafter is None else drafter.device
         self.budget = 1 if policy is None else min(policy.budget, policy.capacity)
         self.longest = 1 if policy is None else longest_path(policy)
-        self.learns = policy is not None and learns(policy)
+        # whether the policy learns from cycles
+        self.learns = policy is not None and type(policy).learn is not TreePolicy.learn
         # tokens between draft passes
         self.unread = self.longest + (0 if policy is None else policy.plan().patience)
         self.inspected = False  # whether a tree has been looked at closely, or need not be
@@ -699,11 +695,6 @@ def joined(cycles: Sequence[PutOff], device: torch.device) -> Cycle:
         if successors
         else None,
     )
-
-
-def learns(policy: TreePolicy) -> bool:
-    """Return whether the policy learns from cycles."""
-    return type(policy).learn is not TreePolicy.learn
 
 
 def make_more_room(driver: EagerDriver, lane: Lane) -> None:

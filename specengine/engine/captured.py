@@ -131,6 +131,7 @@ class CapturedDriver(EagerDriver):
     captured = True
     prompt_rows = PADDED_ROWS
     target: HuggingFaceTarget
+    policy: Any  # which is there wherever trees grow
 
     def __init__(
         self, target: HuggingFaceTarget, drafter: Drafter | None, policy: TreePolicy | None
@@ -167,39 +168,33 @@ class CapturedDriver(EagerDriver):
     def rests(self) -> bool:
         """Return whether the host may know that a tree is its root alone, which then takes one row."""
         padded = self.branched or self.target.strict_rows or self.budget == 1
-        return self.passes > 0 and self._rule.plan().patience > 0 and not padded
+        return self.passes > 0 and self.policy.plan().patience > 0 and not padded
 
     # ---- the functions of a cycle
 
-    @property
-    def _rule(self) -> TreePolicy:
-        """Return the policy, which is there wherever trees grow."""
-        assert self.policy is not None
-        return self.policy
-
     def _first(self) -> None:
-        self._go_on(cycle.first(self._source(), self._rule, self.tree, Seconds()))
+        self._go_on(cycle.first(self._source(), self.policy, self.tree, Seconds()))
 
     def _root(self) -> None:
-        asked = self._rule.plan().patience
+        asked = self.policy.plan().patience
         found = (
             Nodes(self.frontier.ids[:1], self.frontier.live) if asked else self.tree.root_alone()
         )
-        self._go_on(cycle.root(self._source(), self._rule, self.tree, found, Seconds()))
+        self._go_on(cycle.root(self._source(), self.policy, self.tree, found, Seconds()))
 
     def _level(self) -> None:
-        self._go_on(cycle.level(self._source(), self._rule, self.tree, self.frontier, Seconds()))
+        self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
 
     def _tree(self) -> None:
         """Grow a tree, each pass only where the rule goes on."""
-        if self._rule.plan().patience:
+        if self.policy.plan().patience:
             self._first()
         self._passes_from(0)
 
     def _passes_from(self, number: int) -> None:
         if number == self.passes:
             return
-        ends = self._rule.ends_early if number else self._rule.plan().patience
+        ends = self.policy.ends_early if number else self.policy.plan().patience
         with only_if(self.frontier.live > 0) if ends else nullcontext():
             if number:
                 self._level()
@@ -512,9 +507,8 @@ class CapturedDriver(EagerDriver):
         ended: Mark | None = None
         try:
             # the next tree waits for what became of this
-            learns = self.policy is not None and cycle.learns(self.policy)
-            follows = learns and not self._learns_there()
-            times = learns and not follows and self.policy is not None and self.policy.plan().times
+            follows = self.learns and not self._learns_there()
+            times = self.learns and not follows and self.policy.plan().times
             ahead = self._start(0)
             number = 0
             while lane.reason is None:
@@ -546,10 +540,10 @@ class CapturedDriver(EagerDriver):
                     record.tokens[:kept],
                     seconds,
                     record.grown - 1,
-                    learnt=learns and not follows,
+                    learnt=self.learns and not follows,
                     end=end,
                 )
-                if self.policy is not None and (follows or times):
+                if follows or times:
                     self.policy.learn(Outcome.of(finished))
                 lane.count(finished)
                 yield finished
@@ -593,7 +587,7 @@ class CapturedDriver(EagerDriver):
         )
         count, grown, kept, passes, length, overflow, _ = numbers.tolist()
         if overflow:
-            raise policies.named(self._rule, overfull(self.tree.capacity, grown))
+            raise policies.named(self.policy, overfull(self.tree.capacity, grown))
         nodes, parents, depths, *sums = (array[:kept].clone() for array in arrays)
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)

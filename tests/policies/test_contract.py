@@ -48,7 +48,7 @@ def drafter(
 
 def grown(policy: TreePolicy, draft: ToyDrafter, token: int = 0) -> tuple[TokenTree, int]:
     found = draft_tree(token, draft, policy, Seconds(), CPU)
-    return found.tree, found.drafted
+    return found.tree, len(found.grown) - 1
 
 
 def even(policy: TreePolicy) -> TreePolicy:

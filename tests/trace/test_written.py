@@ -100,7 +100,7 @@ def test_the_header_describes_the_engine(written: Trace) -> None:
 def test_a_cycle_that_no_engine_made_is_its_kept_tree() -> None:
     draft = draft_tree(0, _begun(ToyDrafter(DRAFT)), policy_for("fixed"), Seconds(), CPU)
     tree = draft.tree
-    cycle = Cycle(tree, [0], [5], Seconds(), draft.drafted)
+    cycle = Cycle(tree, [0], [5], Seconds(), len(draft.grown) - 1)
     found = traced(cycle, "", str)
     assert found.kept == list(range(len(tree)))
     check_cycle(found, cycle)
@@ -116,9 +116,9 @@ def test_a_draft_gives_the_tree_it_was_taken_from() -> None:
     draft = draft_tree(0, _begun(ToyDrafter(DRAFT)), policy, Seconds(), CPU)
     assert draft.kept is not None
     assert torch.equal(draft.grown.tokens[draft.kept], draft.tree.tokens)
-    assert (draft.drafted, len(draft.tree)) == (21, 5)
+    assert (len(draft.grown) - 1, len(draft.tree)) == (21, 5)
     plain = draft_tree(0, None, None, Seconds(), CPU)
-    assert (plain.drafted, plain.grown, plain.kept) == (0, plain.tree, None)
+    assert (len(plain.grown), plain.grown, plain.kept) == (1, plain.tree, None)
 
 
 def test_probabilities_that_are_no_numbers_count_as_zero() -> None:
