@@ -23,7 +23,7 @@ from specengine.checkpoints import layouts
 from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.gguf import KINDS, dequantize
 from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
-from specengine.errors import CheckpointError, require_intact, shown, why_not_loaded
+from specengine.errors import CheckpointError, kind_of, require_intact, shown, why_not_loaded
 from specengine.files import atomic, read_object, write_whole
 from specengine.models.eagle import (
     EagleConfig,
@@ -349,7 +349,7 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         require_intact(f"{folder}: unused tensors {', '.join(unused)}", not unused)
         return notes
     if t2d is not None and (t2d.shape != (target,) or t2d.dtype not in (torch.bool, torch.uint8)):
-        raise CheckpointError(f"{folder}: t2d: bool [{target}] is needed, got {_shape(t2d)}")
+        raise CheckpointError(f"{folder}: t2d: bool [{target}] is needed, got {kind_of(t2d)}")
     if t2d is not None and not t2d.any():
         notes.append("t2d marks no token: ignored")
         t2d = None
@@ -375,7 +375,7 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
 def _drafted_ids(folder: Path, d2t: Tensor, draft: int, target: int) -> Tensor:
     """Return the target's token of each column, int64 [draft]; CheckpointError unless they ascend below `target`."""
     require_intact(
-        f"{folder}: d2t: int64 [{draft}] is needed, got {_shape(d2t)}",
+        f"{folder}: d2t: int64 [{draft}] is needed, got {kind_of(d2t)}",
         d2t.shape == (draft,) and not d2t.is_floating_point() and d2t.dtype is not torch.bool,
     )
     ids = d2t.to(torch.int64) + torch.arange(draft, dtype=torch.int64, device="cpu")
@@ -426,10 +426,6 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
         raise CheckpointError(
             f"{folder}: its tensors are not those of {head}; {'; '.join(problems)}"
         )
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 # ---- a head's one-step agreement with the target, for each convention of counting the target's layers
@@ -505,9 +501,8 @@ def _hits(
     device, count = target.device, len(text)
     tokens = torch.tensor(text, device=device, dtype=torch.int64)
     read = tuple(sorted({i for ids in candidates for i in ids}))
-    logits, features = target.extend(target.new_cache(count), text, read, logits="all")
-    assert logits is not None
-    assert features is not None
+    extend: Any = target.extend  # which gives what is asked for
+    logits, features = extend(target.new_cache(count), text, read, logits="all")
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
     embeddings = embed_for(head, target, tokens[1:])
     side_by_side = (torch.cat([state_of[i] for i in ids], dim=-1) for ids in candidates)

@@ -345,21 +345,17 @@ def folder_damage(folder: Path) -> str | None:
         if manifest.get("revision", REVISION) != REVISION:
             return "another version made it"
         for name, entry in manifest["files"].items():
-            if reason := _file_damage(folder / name, entry):
+            file, pinned = folder / name, PinnedFile(name, entry["size"], entry["sha256"])
+            unchanged = (
+                file.is_file()
+                and file.stat().st_mtime_ns == entry["mtime_ns"]
+                and file.stat().st_size == pinned.size
+            )
+            if not unchanged and (reason := pinned.damage(file)):
                 return reason
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return f"{folder / MANIFEST} is missing or unreadable"
     return None
-
-
-def _file_damage(file: Path, entry: dict[str, Any]) -> str | None:
-    pinned = PinnedFile(file.name, entry["size"], entry["sha256"])
-    unchanged = (
-        file.is_file()
-        and file.stat().st_mtime_ns == entry["mtime_ns"]
-        and file.stat().st_size == pinned.size
-    )
-    return None if unchanged else pinned.damage(file)
 
 
 @contextlib.contextmanager

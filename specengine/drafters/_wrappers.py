@@ -207,10 +207,6 @@ class Origins(Wrapped):
     Synchronises with a device in each pass.
     """
 
-    _passed: set[int]  # nodes that were drafted from
-    _marks: dict[tuple[int, int], int]  # by parent and token
-    _free: dict[tuple[int, int], int]
-
     def __init__(self) -> None:
         self.wanted = False
         self._forget()
@@ -258,7 +254,9 @@ class Origins(Wrapped):
         return step
 
     def _forget(self) -> None:
-        self._passed, self._marks, self._free = set(), {}, {}
+        self._passed = set[int]()  # nodes that were drafted from
+        self._marks = dict[tuple[int, int], int]()  # by parent and token
+        self._free = dict[tuple[int, int], int]()
 
     def _origin(self, parent: int, lender: int, token: int) -> str | None:
         if parent < 0:

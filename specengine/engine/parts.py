@@ -458,8 +458,7 @@ class Pool:
     def _beside(self, engine: EngineState) -> EngineState:
         """Return an engine of the same parts with a state of its own."""
         draft = None if engine.drafter is None else drafters.another(engine.drafter)
-        policy: Any = engine.policy
-        policy = None if policy is None else dataclasses.replace(policy)
+        policy = None if engine.policy is None else dataclasses.replace(cast(Any, engine.policy))
         target = LaneTarget(cast(NativeTarget, engine.target).lm)
         head = None if draft is None else getattr(drafters.innermost(draft), "head", None)
         if isinstance(head, AssistantHead):

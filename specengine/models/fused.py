@@ -87,11 +87,10 @@ class Products:
 
     def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
         self._parts = parts
-        self.merged = merge and all(
-            type(layer) is nn.Linear and not is_changed(layer) for layer in parts
-        )
         self.merged = (
-            self.merged and len({getattr(layer, "bias", None) is None for layer in parts}) == 1
+            merge
+            and all(type(layer) is nn.Linear and not is_changed(layer) for layer in parts)
+            and len({layer.bias is None for layer in parts}) == 1
         )
         biased = self.merged and parts[0].bias is not None
         self._weight = self._joined("weight") if self.merged else None

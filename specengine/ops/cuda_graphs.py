@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -246,8 +246,7 @@ def only_if(flag: Tensor) -> Iterator[None]:
     if not torch.cuda.is_current_stream_capturing():
         yield
         return
-    graph: Any = torch.cuda.CUDAGraph
-    graph = graph.get_currently_capturing_graph()
+    graph = cast(Any, torch.cuda.CUDAGraph).get_currently_capturing_graph()
     graph.begin_capture_to_if_node(flag[0])
     try:
         yield

@@ -874,12 +874,9 @@ class TokenTree:
             return _divide(
                 TokenTree.__new__(TokenTree), self.memory.to(device, copy=True), self.capacity
             )
-        tokens, parents, depths, edges, paths, ancestors = (
-            part.to(device, copy=True) for part in self.arrays
-        )
-        size, passes, overflow = (part.to(device, copy=True) for part in self.counters)
-        arrays = tokens, parents, depths, edges, paths, ancestors
-        return _fill(TokenTree.__new__(TokenTree), arrays, (size, passes, overflow))
+        arrays: Any = tuple(part.to(device, copy=True) for part in self.arrays)
+        counters: Any = tuple(part.to(device, copy=True) for part in self.counters)
+        return _fill(TokenTree.__new__(TokenTree), arrays, counters)
 
     def copy_(self, tree: TokenTree) -> None:
         """Become a copy of another tree, which has no more nodes than there is room for.

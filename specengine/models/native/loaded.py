@@ -129,9 +129,13 @@ def refuse_loaded(model: PreTrainedModel) -> None:
         {weight.dtype for name, weight in model.named_parameters() if not name.endswith(exact)}
         == {model.dtype},
     )
-    refuse_hooks(model)
     plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
     for name, module in model.named_modules():
+        require_supported(
+            f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
+            "backend='huggingface'",
+            not is_changed(module),
+        )
         _refuse_other_module(name, module, plain.get(name))
 
 
@@ -148,14 +152,4 @@ def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Mod
             not isinstance(value, int | float | str)
             or setting in _WITHOUT_EFFECT
             or current == value,
-        )
-
-
-def refuse_hooks(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if hooks, parametrizations or replaced forwards may change a module's results."""
-    for name, module in model.named_modules():
-        require_supported(
-            f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
-            "backend='huggingface'",
-            not is_changed(module),
         )
