@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import EagleHead, causal
-from tests.toy import tiny
+from tests.toy import VOCABULARY, tiny
 
 LAYERS = 6
 LLAMA3 = {
@@ -60,3 +61,30 @@ def fit(
         loss.backward()
         optimizer.step()
     return head.eval()
+
+
+MASK, BLOCK = 259, 6  # token that stands for a position to predict, and positions of a block
+SIZES: dict[str, Any] = {
+    "version": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "target_hidden_size": 32,
+    "vocab_size": VOCABULARY,
+    "draft_vocab_size": VOCABULARY,
+    "own_head": False,
+    "qk_norm": True,
+    "layer_ids": (2, 3, 5),
+    "num_layers": 3,
+    "block_size": BLOCK,
+    "mask_token_id": MASK,
+    "windows": (0, 0, 0),
+    "causal": (False, False, False),
+}
+
+
+def block_config(**changes: Any) -> DflashConfig:
+    """Of a DFlash head for a target of `deep`."""
+    return DflashConfig(**(SIZES | changes))

@@ -18,7 +18,7 @@ from specengine import policies
 from specengine.costs import PassCosts
 from specengine.drafters import Drafter
 from specengine.models import Target
-from specengine.models.eagle import EagleConfig, EagleHead, head_from, make_head
+from specengine.models.eagle import EagleConfig, EagleHead, head_from
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -831,7 +831,7 @@ def random_state(config: EagleConfig, seed: int = 0) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     # nothing normalises EAGLE-1's states as they are fed back
     gain = 0.7 if config.version == 1 else 1.5
-    state = make_head(config).state_dict()
+    state = config.network().state_dict()
     for name, tensor in state.items():
         if name == "d2t":
             ids = torch.randperm(config.vocab_size, generator=random)[: len(tensor)].sort().values

@@ -25,12 +25,12 @@ from specengine.checkpoints.gguf import KINDS, dequantize
 from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, kind_of, require_intact, shown, why_not_loaded
 from specengine.files import atomic, read_object, write_whole
+from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
     EagleConfig,
     EagleHead,
     default_layer_ids,
     embed_for,
-    make_head,
     rope_frequencies,
     within,
 )
@@ -62,17 +62,17 @@ class HeadReading:
 
     layout    family of the layout, whose tensor names it has
     producer  the layout, whose meaning the fields have
-    version   of EAGLE, 1 or 3
+    kind      of head: EAGLE-1, EAGLE-3 or DFlash
     notes     fields that were not stated and how they were taken, tensors that were left out; for people
     """
 
     layout: str
     producer: str
-    version: int
+    kind: str
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"EAGLE-{self.version}, {self.layout} layout, fields as {self.producer} means them"
+        return f"{self.kind}, {self.layout} layout, fields as {self.producer} means them"
 
 
 class Checkpoint(NamedTuple):
@@ -155,7 +155,8 @@ def load_head(
     raw, tensors = _read_config(folder), _read_tensors(folder)
     try:
         layout = _layout(raw, tensors, producer, layer_ids)
-        config = EagleConfig(version=layout.version, **layout.read())
+        config_class = DflashConfig if layout.family == "dflash" else EagleConfig
+        config = config_class(version=layout.version, **layout.read())
         _require_frequencies(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
@@ -172,12 +173,12 @@ def load_head(
         config.vocab_size,
         config.target_hidden_size,
     )
-    if config.version == 3 and fits and "lm_head.weight" not in state:
+    if config.own_head and config.version == 3 and fits and "lm_head.weight" not in state:
         config = replace(config, own_head=False)
         notes.append("lm_head.weight is missing: the target's head takes its place")
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
     return Checkpoint(
-        config, state, HeadReading(layout.family, layout.name(), layout.version, tuple(notes))
+        config, state, HeadReading(layout.family, layout.name(), config.kind, tuple(notes))
     )
 
 
@@ -230,6 +231,9 @@ def save_head(
     layouts need. CheckpointError where that is missing or the layout has no word for a variant.
     """
     chosen, folder = writer(layout), Path(path)
+    require_intact(
+        "layout: DFlash heads can be read, but not written", not isinstance(config, DflashConfig)
+    )
     fusion = state.get("fc.weight")  # which every whole head has
     dtype = "float32" if fusion is None else str(fusion.dtype).removeprefix("torch.")
     raw = chosen.written(config, dtype, verifier or Verifier())
@@ -392,7 +396,7 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
     """Raise CheckpointError listing all tensors that are unused, missing, mis-shaped, no floats or no weights."""
     with torch.device("meta"):
         expected = {
-            name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()
+            name: tuple(tensor.shape) for name, tensor in config.network().state_dict().items()
         }
     wrong = {
         "unused": [f"{name} {list(state[name].shape)}" for name in state if name not in expected],
@@ -422,9 +426,9 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
         if names
     ]
     if problems:
-        head = f"an EAGLE-{config.version} head of width {config.hidden_size}"
         raise CheckpointError(
-            f"{folder}: its tensors are not those of {head}; {'; '.join(problems)}"
+            f"{folder}: its tensors are not those of a head of {config.kind} of width {config.hidden_size}; "
+            f"{'; '.join(problems)}"
         )
 
 

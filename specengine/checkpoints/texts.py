@@ -6,8 +6,6 @@ A record counts only if it is whole, so a process may be killed at any moment. A
 takes its place. What does not begin as such a file is refused, and stays as it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -124,9 +124,8 @@ def _variants(package: ModuleType, base: type, field: str) -> dict[str, dict[str
         except InputError as error:  # of a plug-in
             variants[name] = {"about": str(error), "options": {}, "default policy": None}
             continue
-        about = (inspect.getdoc(cls) or "").partition("\n")[0]
         variants[name] = {
-            "about": about,
+            "about": (inspect.getdoc(cls) or "").partition("\n")[0],
             "options": dict(_options(cls)),
             "default policy": {"name": cls.about.policy, **cls.about.options}
             if issubclass(cls, Drafter)
@@ -200,8 +199,11 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
             f"specengine: warning: {error}; its agreement with {arguments.model or 'the default model'} is not measured"
         )
         return described
-    head = head_from(config, state, target.dtype, target.device)
-    measured = one_step_agreement(head, target.lm, _texts(engine))
+    if config.kind == "DFlash":  # whose blocks no convention of EAGLE is measured by
+        return described
+    measured = one_step_agreement(
+        head_from(config, state, target.dtype, target.device), target.lm, _texts(engine)
+    )
     _warn(measured)
     return described | {
         "agreement": {

@@ -174,7 +174,7 @@ def add_options(parser: argparse.ArgumentParser, short: str, name: str) -> None:
 DRAFTS = tuple(
     name
     for name in registry.names("specengine.drafters")
-    if name not in ("eagle", "lookup", "small_model")
+    if name not in ("dflash", "eagle", "lookup", "small_model")
 )
 POLICIES = (*registry.names("specengine.policies"), "plain")
 LOADING = declared_in(LoadOptions)

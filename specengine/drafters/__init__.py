@@ -521,7 +521,7 @@ class RowDraft(CapturedDrafter):
         if free:
             self._best[1:] = [logits]
         else:
-            self._best[0].copy_(logits.amax(1))
+            self._best[0].copy_(logits.amax())
         filled += self.taken
         self.taken.zero_()
         return Step(logits, self.token_ids, hidden=states)

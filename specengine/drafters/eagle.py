@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from specengine import registry
-from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits
-from specengine.errors import InputError, UnsupportedModelError, require_input
+from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits, find
+from specengine.errors import (
+    InputError,
+    UnsupportedModelError,
+    require_input,
+    require_supported,
+)
 from specengine.models import common_prefix
 from specengine.models.eagle import (
     DraftHead,
@@ -43,6 +48,7 @@ class EagleDraft(RowDraft):
     """
 
     about = About(lookup=True)
+    runner = TorchHead  # of a head that does not run itself
     learnt: Any = None  # a checkpoints.learnt.Learnt, where it learns from use
     _stamp = 0  # of the head in use
     _pack: bool | None = None
@@ -55,10 +61,10 @@ class EagleDraft(RowDraft):
         name: str = "",
         pack: bool | None = None,
     ) -> None:
-        head = TorchHead(head, target, pack) if isinstance(head, EagleHead) else head
+        head = self.runner(head, target, pack) if isinstance(head, EagleHead) else head
         self.head: DraftHead = head
         self.name = (
-            f"eagle (EAGLE-{head.config.version}{', ' + name if name else ''})"
+            f"eagle ({head.config.kind}{', ' + name if name else ''})"
             if isinstance(head, EagleRunner)
             else name
         )
@@ -86,7 +92,7 @@ class EagleDraft(RowDraft):
     @classmethod
     def maker(cls, draft: Any, options: LoadOptions, checkpoints: Any) -> Maker | None:
         embedded, heads = checkpoints.embedded, checkpoints.eagle
-        if not isinstance(draft, str) or draft == embedded.NAME:
+        if not isinstance(draft, str) or draft == embedded.NAME or cls is not EagleDraft:
             return None
         ships = draft in embedded.HEADS
         folder = (
@@ -104,14 +110,17 @@ class EagleDraft(RowDraft):
         read = vars(registry.build(heads.HeadOptions, options.draft_options, "draft_options"))
 
         def make(target: Any, _: Any) -> EagleDraft:
-            draft = cls.of(
-                base := heads.load_head(folder, **read), target.lm, name, pack=options.pack
+            base = heads.load_head(folder, **read)
+            kind = cast(Any, find("dflash")) if base.config.kind == "DFlash" else cls
+            require_supported(
+                "draft: a DFlash head is run without graphs; add graphs=False",
+                kind is cls or not target.captured,
             )
-            if options.learn is not None:
-                draft.learn_from(
-                    checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base),
-                    options.pack,
-                )
+            draft: EagleDraft = kind.of(base, target.lm, name, pack=options.pack)
+            if options.learn is not None and kind is cls:
+                learnt = checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base)
+                draft.learnt, draft._pack = learnt, options.pack
+                draft.renew()
             return draft
 
         return make
@@ -131,11 +140,6 @@ class EagleDraft(RowDraft):
         return cls(
             head_from(config, state, target.dtype, target.device), target, name=name, pack=pack
         )
-
-    def learn_from(self, learnt: Any, pack: bool | None) -> None:
-        """Draft by the head in use of a checkpoints.learnt.Learnt from here on. pack: as in `of`."""
-        self.learnt, self._pack = learnt, pack
-        self.renew()
 
     def renew(self) -> bool:
         """Take the head that was learnt since, with an empty cache. Return whether there was one."""

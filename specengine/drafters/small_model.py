@@ -341,6 +341,8 @@ def _names(head: str) -> list[str]:
     """Return the drafts that go by a name of their own, plug-ins included."""
     package = "specengine.drafters"
     named = (
-        name for name in registry.names(package) if name not in ("eagle", "lookup", "small_model")
+        name
+        for name in registry.names(package)
+        if name not in ("dflash", "eagle", "lookup", "small_model")
     )
     return [*named, *sorted(registry.plugins(package)), "none", head]

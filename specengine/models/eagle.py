@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,17 @@ class EagleConfig:
     sliding_window: int = 0
     temperatures: tuple[float, ...] = ()
 
+    num_layers: ClassVar[int] = 1
+
+    @property
+    def kind(self) -> str:
+        """Return what a head of this config is called."""
+        return f"EAGLE-{self.version}"
+
+    def network(self) -> EagleHead:
+        """Return the network with freshly initialised weights."""
+        return Eagle1Head(self) if self.version == 1 else Eagle3Head(self)
+
     @property
     def num_features(self) -> int:
         """Return how many hidden states of the target are read."""
@@ -119,17 +130,12 @@ def default_layer_ids(layers: int) -> tuple[int, int, int]:
     return 2, layers // 2, layers - 3
 
 
-def make_head(config: EagleConfig) -> EagleHead:
-    """Return the network with freshly initialised weights."""
-    return Eagle1Head(config) if config.version == 1 else Eagle3Head(config)
-
-
 def head_from(
     config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> EagleHead:
     """Return the network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
-        head = make_head(config)
+        head = config.network()
     head.load_state_dict(dict(state), assign=True)
     return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
@@ -339,9 +345,13 @@ class HeadAttention(nn.Module):
 
     def forward(self, inputs: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         query = _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
-        key = _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation)
-        out = attend(query, key, self._heads(self.v_proj(inputs)))
+        out = attend(query, *self.keys_and_values(inputs, rotation))
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
+
+    def keys_and_values(self, inputs: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Return keys and values of rows, [..., KV heads, rows, head size] each."""
+        key = _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation)
+        return key, self._heads(self.v_proj(inputs))
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
@@ -510,7 +520,7 @@ class EagleRunner(DraftHead):
             config.temperatures,
         )
         self.config = config
-        slab = 1, config.num_kv_heads, config.head_dim
+        slab = config.num_layers, config.num_kv_heads, config.head_dim
         self.cache = KVCache(CacheLayout((slab,), dtype, target.device), 1)
 
 

@@ -83,7 +83,7 @@ def test_all_wrong_tensors_are_listed_at_once(whole: tuple[Path, dict[str, Tenso
     with pytest.raises(CheckpointError) as refused:
         load_head(write(whole[0], RAW, tensors))
     assert str(refused.value).endswith(
-        "its tensors are not those of an EAGLE-3 head of width 32; unused: extra.weight [2]; "
+        "its tensors are not those of a head of EAGLE-3 of width 32; unused: extra.weight [2]; "
         "missing: fc.weight [32, 96]; mis-shaped: norm.weight [3] instead of [32]"
     )
 

@@ -238,7 +238,8 @@ def test_norm_output_has_the_meaning_of_its_producer(tmp_path: Path) -> None:
     ):
         load_head(folder, producer="speculators")
     with pytest.raises(
-        CheckpointError, match="producer: got 'someone', accepted eagle, specforge, speculators"
+        CheckpointError,
+        match="producer: got 'someone', accepted dflash, eagle, specforge, speculators",
     ):
         load_head(folder, producer="someone")  # type: ignore[arg-type]
 

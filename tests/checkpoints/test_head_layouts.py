@@ -9,6 +9,7 @@ import pytest
 
 from specengine.checkpoints import layouts
 from specengine.checkpoints.eagle import load_head, save_head
+from specengine.checkpoints.layouts.dflash import DflashLayout
 from specengine.checkpoints.layouts.eagle import EagleLayout
 from specengine.checkpoints.layouts.specforge import SpecForge
 from specengine.checkpoints.layouts.speculators import Speculators
@@ -21,10 +22,9 @@ from tests.toy import head_config, random_state
 @pytest.mark.parametrize(
     ("family", "raw"),
     [
-        ("DFlash", {"architectures": ["DFlashDraftModel"], "block_size": 16}),
-        ("DFlash", {"architectures": ["DFlash2DraftModel"]}),
-        ("DFlash", {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9]}}),
-        ("DFlash", {"speculators_model_type": "dflash", "transformer_layer_config": {}}),
+        ("DFlash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}),
+        ("Domino", {"dflash_config": {"projector_type": "domino"}}),
+        ("DSpark", {"speculators_model_type": "dspark", "transformer_layer_config": {}}),
         ("DSpark", {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}}),
         (
             "DSpark",
@@ -32,15 +32,18 @@ from tests.toy import head_config, random_state
         ),
     ],
 )
-def test_heads_that_draft_blocks_are_refused_by_name(family: str, raw: dict[str, Any]) -> None:
+def test_heads_of_other_families_that_draft_blocks_are_refused_by_name(
+    family: str, raw: dict[str, Any]
+) -> None:
     assert layouts.is_head(raw)
     with pytest.raises(CheckpointError, match=f"it is a {family} head"):
         layouts.layout_of(raw)
 
 
 def test_each_file_is_a_layout() -> None:
-    assert layouts.names() == ["eagle", "specforge", "speculators"]
+    assert layouts.names() == ["dflash", "eagle", "specforge", "speculators"]
     assert [layouts.named(name) for name in layouts.names()] == [
+        DflashLayout,
         EagleLayout,
         SpecForge,
         Speculators,
@@ -58,6 +61,10 @@ def test_each_file_is_a_layout() -> None:
         ({"eagle_config": {}}, SpecForge, True),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, SpecForge, True),
         ({"speculators_model_type": "eagle3", **THIRD}, Speculators, True),
+        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, DflashLayout, True),
+        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9]}}, DflashLayout, True),
+        # which has a vocabulary of its own, and is not read
+        ({"speculators_model_type": "dflash"}, Speculators, True),
     ],
 )
 def test_a_config_is_read_by_the_layout_that_recognises_it(

@@ -27,7 +27,6 @@ from specengine.models.eagle import (
     causal,
     default_layer_ids,
     head_from,
-    make_head,
 )
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops import Nodes
@@ -523,7 +522,7 @@ def test_a_head_trains() -> None:
     """The serving module takes gradients and batches."""
     for version in (1, 3):
         config = head_config(version)  # type: ignore[arg-type]
-        head = make_head(config)
+        head = config.network()
         features = torch.randn(2, 9, config.num_features * 32)
         states = head(
             head.fuse(features), torch.randn(2, 9, 32), torch.arange(9).expand(2, 9), causal
@@ -556,7 +555,7 @@ def test_conventions_are_distinct_and_possible() -> None:
 def trained_head(model: PreTrainedModel, ids: tuple[int, ...], tokens: list[int]) -> EagleHead:
     """A head fitted to say the target's next token after each of `tokens` from these hidden states."""
     config = head_config(3, model, draft_vocab_size=VOCABULARY, layer_ids=ids)
-    head = make_head(config)
+    head = config.network()
     torch.manual_seed(0)
     for parameter in head.parameters():
         if parameter.ndim > 1:

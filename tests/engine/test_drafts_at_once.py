@@ -22,6 +22,7 @@ from specengine.batch.lines import Item
 from specengine.cycle import Inspected
 from specengine.drafters import Drafter, RowDraft
 from specengine.drafters._wrappers import Coupled, Guided, Origins
+from specengine.drafters.dflash import Dflash
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.ngram import NGram
@@ -34,7 +35,7 @@ from specengine.models.native import NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.drafters.test_other_tokens import drafter_of
-from tests.heads import deep
+from tests.heads import block_config, deep
 from tests.models.mtp_checkpoints import NEMOTRON, QWEN, checkpoint
 from tests.models.native_engines import native_lm, needs_extension
 from tests.models.test_assistant import assistant
@@ -47,6 +48,7 @@ from tests.toy import (
     policy_for,
     random_state,
     tiny,
+    tiny_head,
 )
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
@@ -77,6 +79,11 @@ def eagle(*, native: bool = True, mixed: bool = False, **config: Any) -> Made:
         return engine_of(lm, Lookup(draft, Recycling()) if mixed else draft)
 
     return made
+
+
+def dflash(folder: Path, patch: pytest.MonkeyPatch) -> Engine:
+    lm = native_lm(deep())
+    return engine_of(lm, Dflash(tiny_head(block_config()), lm), "ddtree")
 
 
 def small(family: str, target: str = "llama", *, native: bool = True) -> Made:
@@ -126,6 +133,7 @@ KINDS: dict[str, Made] = {
     "eagle 2, with temperatures": eagle(native=False, version=1, temperatures=(1.0, 1.5)),
     "eagle 3": eagle(),
     "eagle 3, torch": eagle(native=False),
+    "dflash": dflash,
     "small model": small("llama"),
     "small model, torch": small("llama", native=False),
     "small model, uneven heads": small("gemma4_text", "gemma4_text"),

@@ -32,7 +32,7 @@ from specengine.checkpoints.eagle import load_head, save_head
 from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Engine
 from specengine.errors import InputError, UnsupportedModelError
-from specengine.models.eagle import EagleConfig, causal, head_from, make_head
+from specengine.models.eagle import EagleConfig, causal, head_from
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.records import Cycle
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
@@ -256,7 +256,7 @@ def test_the_default_model_and_its_head_fit_into_the_8b_shape() -> None:
     head_config = plan.head_config
     assert head_config is not None
     with torch.device("meta"):
-        large, head = LlamaForCausalLM(plan.config), make_head(head_config)
+        large, head = LlamaForCausalLM(plan.config), head_config.network()
     assert sum(parameter.numel() for parameter in large.parameters()) == 8_030_261_248
     layer = 3 * 4096**2 + 2 * 8192 * 1024 + 3 * 4096 * 14336
     fusion = 3 * 4096**2

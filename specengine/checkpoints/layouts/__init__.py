@@ -30,9 +30,14 @@ MAX_SIZE = 1 << 24  # of any size: torch's counts of elements overflow beyond
 MAX_POSITIONS = 1 << 30
 MAX_DEPTHS = 64
 MAX_FEATURES = 64
+UNREAD = {  # families of heads that draft blocks, and what they have besides
+    "DSpark": "reads each token's successors from a Markov head",
+    "DFlash2": "has convolutions and selects its candidates",
+    "Domino": "corrects each position by those before it",
+}
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
-_NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
+NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
 # Numbers of rotary sets besides rope_theta: range, and by type the required and the optional ones.
 _ROPE_RANGES = {
     "factor": (1.0, 1e6),
@@ -191,7 +196,7 @@ class Layout(ABC):
                 fields.numbers(_TEMPERATURES, count=MAX_DEPTHS, least=0.05, most=20.0)
             ),
             "sliding_window": fields.size("sliding_window")
-            if fields.raw.get("layer_types") == [_NEAR]
+            if fields.raw.get("layer_types") == [NEAR]
             else 0,
         }
 
@@ -292,7 +297,7 @@ class Layout(ABC):
             {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
         )
         if config.sliding_window:
-            ours |= {"layer_types": [_NEAR], "sliding_window": config.sliding_window}
+            ours |= {"layer_types": [NEAR], "sliding_window": config.sliding_window}
         return {
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -346,38 +351,29 @@ def is_head(raw: Mapping[str, Any]) -> bool:
     """Return whether a config is that of a draft head and of nothing else. EAGLE-1's in the EAGLE layout is not."""
     return (
         "draft_vocab_size" in raw
-        or bool(_block_draft(raw))
+        or bool(_unread(raw))
         or any(named(name).recognises(raw) for name in names())
     )
 
 
-def _block_draft(raw: Mapping[str, Any]) -> str:
-    """Return the name of the family where a config is of a head that drafts several positions in one pass, else ""."""
-    words = [
-        raw.get("speculators_model_type"),
-        *(stated if isinstance(stated := raw.get("architectures"), list) else []),
-    ]
-    named_so = [word.lower() for word in words if isinstance(word, str)]
-    for family in ("DSpark", "DFlash"):  # the former has the latter's fields as well
-        if any(family.lower() in word for word in named_so):
-            return family
-    projector = (
-        raw["dflash_config"].get("projector_type")
-        if isinstance(raw.get("dflash_config"), dict)
-        else None
-    )
-    return "DSpark" if projector == "dspark" else "DFlash" if "dflash_config" in raw else ""
+def _unread(raw: Mapping[str, Any]) -> str:
+    """Return the name of the family where a config is of a head that drafts blocks and is not read, else ""."""
+    block = raw.get("dflash_config")
+    projector = block.get("projector_type") if isinstance(block, dict) else None
+    words = str([raw.get("architectures"), raw.get("speculators_model_type"), projector]).lower()
+    return next((name for name in UNREAD if name.lower() in words), "")
 
 
 def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
     """Return the layout of a config: of those that recognise it, the variant of the others.
 
-    CheckpointError where two recognise it and neither is a variant of the other, and for heads of DFlash and DSpark.
+    CheckpointError where two recognise it and neither is a variant of the other, and for heads that are not read.
     """
-    if family := _block_draft(raw):
+    if family := _unread(raw):
         raise CheckpointError(
-            f"it is a {family} head, which drafts a block of positions in one pass over the target's states; "
-            'specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3 and MTP. draft="recycling" needs no head'
+            f"it is a {family} head, which drafts a block in one pass, and {UNREAD[family]}, which is not "
+            "implemented; specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3, MTP and DFlash (its first version). "
+            'draft="recycling" needs no head'
         )
     layouts = [named(name) for name in names()]
     matching = [layout for layout in layouts if layout.recognises(raw)] or [named(FALLBACK)]
@@ -455,10 +451,14 @@ class HeadFields:
     def _read_list(
         self, name: str, accepted: str, holds: Callable[[Any], bool], count: float = math.inf
     ) -> list[Any]:
-        def is_whole(value: Any) -> bool:
-            return isinstance(value, list) and len(value) <= count and all(map(holds, value))
-
-        return self._read(name, [], accepted, is_whole)
+        return self._read(
+            name,
+            [],
+            accepted,
+            lambda value: (
+                isinstance(value, list) and len(value) <= count and all(map(holds, value))
+            ),
+        )
 
     def _read(self, name: str, default: Any, accepted: str, holds: Callable[[Any], bool]) -> Any:
         value = self.raw.get(name)

@@ -24,7 +24,6 @@ from specengine.models.eagle import (
     default_layer_ids,
     embed,
     head_from,
-    make_head,
 )
 from specengine.models.native import NativeLM
 from specengine.train.draft.options import Loss, TrainOptions
@@ -79,6 +78,7 @@ def new_head(
     torch.manual_seed(options.seed)
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
+        require("start", options.start, "an EAGLE head", config.kind != "DFlash")
         config = replace(config, temperatures=())  # they were fitted to the old weights
         if options.intermediate_size > 0:
             config = replace(config, intermediate_size=options.intermediate_size)
@@ -95,8 +95,7 @@ def new_head(
     version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (
         1 if loss.name in ("eagle", "hass") else 3
     )
-    config = new_config(weights, version, options)
-    head = make_head(config).to(weights.device)
+    head = new_config(weights, version, options).network().to(weights.device)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from specengine import Engine
 from specengine.checkpoints.eagle import load_head, save_head
 from specengine.errors import CheckpointError
-from specengine.models.eagle import EagleConfig, make_head
+from specengine.models.eagle import EagleConfig
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 97}
@@ -33,7 +33,7 @@ head = EagleConfig(
     layer_ids=(1, 2, 3),
 )
 official, lantern = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
-save_head(head, make_head(head).state_dict(), official)
+save_head(head, head.network().state_dict(), official)
 
 block = {
     "width": 32,

@@ -1,0 +1,64 @@
+"""The layout of the DFlash repository, which vLLM and SGLang read."""
+
+from typing import Any, Literal
+
+from specengine.checkpoints.layouts import MAX_DEPTHS, NEAR, HeadFields, Layout, require_field
+from specengine.errors import require_intact, shown
+
+FULL = "full_attention"
+KNOWN = {"block_size", "causal", "mask_token_id", "num_target_layers", "target_layer_ids"}
+
+
+class DflashLayout(Layout):
+    """A flat config of Qwen3's fields, and `dflash_config`. Layer ids count layers by their outputs."""
+
+    family = "dflash"
+    marks = ("dflash_config",)
+    architectures = ("DFlashDraftModel",)
+
+    def read_version(self) -> Literal[3]:
+        return 3  # which reads the same hidden states
+
+    def read(self) -> dict[str, Any]:
+        fields, block = self.fields, self.fields.nested("dflash_config")
+        stated = {name for name, value in block.raw.items() if value not in (None, False, "dflash")}
+        unknown = sorted(stated - KNOWN)
+        require_intact(
+            f"dflash_config: unknown {', '.join(map(shown, unknown))}, known are {', '.join(sorted(KNOWN))}",
+            not unknown,
+        )
+        common, ids = self.read_layer(fields), block.ids("target_layer_ids")
+        require_intact("dflash_config.target_layer_ids: is missing", bool(ids))
+        bias = fields.flag("attention_bias")
+        size = (block if "block_size" in block else fields).size("block_size", most=MAX_DEPTHS)
+        require_field("block_size", size, f"2 to {MAX_DEPTHS}", size > 1)
+        return common | {
+            "own_embeddings": False,
+            "own_head": False,
+            "qk_norm": True,
+            "qkv_bias": bias,
+            "o_bias": bias,
+            "layer_ids": self._layer_ids([i + 1 for i in ids], ids),
+            "sliding_window": 0,
+            "block_size": size,
+            "mask_token_id": block.size("mask_token_id", most=common["vocab_size"] - 1),
+            **self._read_layers(fields, block),
+        }
+
+    def _read_layers(self, fields: HeadFields, block: HeadFields) -> dict[str, Any]:
+        layers = fields.size("num_hidden_layers", most=MAX_DEPTHS)
+        types = fields.texts("layer_types") or [FULL] * layers
+        require_field(
+            "layer_types",
+            types,
+            f"{layers} of {FULL}, {NEAR}",
+            len(types) == layers and {FULL, NEAR}.issuperset(types),
+        )
+        near = [kind == NEAR for kind in types]
+        window = fields.size("sliding_window") if any(near) else 0
+        holder, name = (fields, "is_causal") if "is_causal" in fields else (block, "causal")
+        return {
+            "num_layers": layers,
+            "windows": tuple(window * is_near for is_near in near),
+            "causal": tuple(holder.flag(name, default=is_near) for is_near in near),
+        }

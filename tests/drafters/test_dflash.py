@@ -1,0 +1,559 @@
+"""DFlash heads: the block's logits against a recomputation without caches, and answers equal to plain decoding."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specengine import policies
+from specengine.checkpoints.eagle import HeadOptions, is_head, load_head, save_head
+from specengine.cli import main
+from specengine.drafters import another, cache_of, copy_prompt, forget
+from specengine.drafters.dflash import Dflash
+from specengine.engine import Engine, Pool
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError
+from specengine.models.dflash import DflashConfig
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeTarget
+from specengine.ops import Nodes
+from specengine.ops.select import Step
+from specengine.ops.tree import TokenTree
+from specengine.records import Cycle, Seconds
+from specengine.train.draft.new_heads import new_head
+from specengine.train.draft.options import TrainOptions, make_loss
+from tests.heads import BLOCK, LAYERS, MASK, deep
+from tests.heads import block_config as config_of
+from tests.toy import POLICIES, VOCABULARY, byte_tokenizer, policy_for, random_state, tiny_head
+
+PROMPT = [*range(40, 52)]
+pytestmark = pytest.mark.usefixtures("one_thread")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one layer, one state": {
+        "num_layers": 1,
+        "layer_ids": (4,),
+        "windows": (0,),
+        "causal": (False,),
+    },
+    "windows": {"windows": (4, 0, 9), "causal": (True, False, True)},
+    "windows both ways": {"windows": (4, 4, 4)},
+    "causal": {"causal": (True, True, True)},
+    "biases": {"qkv_bias": True, "o_bias": True, "rms_norm_eps": 1e-3},
+    "two positions": {"block_size": 2},
+}
+
+
+def draft_for(target: HuggingFaceTarget, config: DflashConfig, cls: Any = Dflash) -> Any:
+    return cls(tiny_head(config), target.lm)
+
+
+# ---------------------------------------------------------------------------------------------------- the block
+
+
+def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def turned(heads: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate pairs (i, i + half) of [rows, heads, size] by the positions of the rows."""
+    half = heads.shape[-1] // 2
+    angles = positions[:, None, None] * theta ** (-torch.arange(half) / half)
+    first, second = heads[..., :half], heads[..., half:]
+    turn = angles.cos(), angles.sin()
+    return torch.cat([first * turn[0] - second * turn[1], second * turn[0] + first * turn[1]], -1)
+
+
+@torch.inference_mode()
+def block_logits(
+    weights: dict[str, Tensor], config: DflashConfig, model: PreTrainedModel, tokens: list[int]
+) -> Tensor:
+    """Logits after `tokens`, the last of which is the block's first, by the paper's section on the architecture.
+
+    Every row of the context and of the block is computed anew, head by head.
+    """
+    known, last = tokens[:-1], tokens[-1]
+    eps, theta = config.rms_norm_eps, config.rope["rope_theta"]
+    features = torch.zeros(0, 32 * config.num_features)
+    if known:
+        states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
+        assert config.layer_ids is not None
+        features = torch.cat([states[i][0] for i in config.layer_ids], -1)
+    context = norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    block = torch.tensor([last] + [MASK] * (config.block_size - 1))
+    hidden, count, size = model.get_input_embeddings().weight[block], len(known), config.head_dim
+    places = torch.arange(count + len(block))
+    for number in range(config.num_layers):
+        prefix = f"layers.{number}."
+        layer = {
+            name.removeprefix(prefix): weight
+            for name, weight in weights.items()
+            if name.startswith(prefix)
+        }
+
+        def project(
+            name: str, rows: Tensor, *, normed: bool, layer: dict[str, Tensor] = layer
+        ) -> Tensor:
+            out = rows @ layer[f"self_attn.{name}_proj.weight"].T
+            out = out + layer.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
+            heads = out.unflatten(-1, (-1, size))
+            return norm(heads, layer[f"self_attn.{name}_norm.weight"], eps) if normed else heads
+
+        rows = norm(hidden, layer["input_layernorm.weight"], eps)
+        seen = torch.cat([context, rows])
+        query = turned(project("q", rows, normed=True), places[count:], theta)
+        key = turned(project("k", seen, normed=True), places, theta)
+        value = project("v", seen, normed=False)
+        attended = []
+        for row, at in enumerate(places[count:].tolist()):
+            for head in range(config.num_heads):
+                group = head // (config.num_heads // config.num_kv_heads)
+                scores = key[:, group] @ query[row, head] / size**0.5
+                for other in places.tolist():
+                    window = config.windows[number]
+                    if (window and other <= at - window) or (config.causal[number] and other > at):
+                        scores[other] = -torch.inf
+                attended.append(scores.softmax(0) @ value[:, group])
+        out = torch.cat(attended).view(len(block), -1) @ layer["self_attn.o_proj.weight"].T
+        hidden = hidden + out + layer.get("self_attn.o_proj.bias", torch.zeros(()))
+        rows = norm(hidden, layer["post_attention_layernorm.weight"], eps)
+        gate = torch.nn.functional.silu(rows @ layer["mlp.gate_proj.weight"].T)
+        up = rows @ layer["mlp.up_proj.weight"].T
+        hidden = hidden + (gate * up) @ layer["mlp.down_proj.weight"].T
+    hidden = norm(hidden, weights["norm.weight"], eps)
+    return model.get_output_embeddings()(hidden[1:])
+
+
+class Checking(Dflash):
+    """Compares all positions of every block with the recomputed ones; may propose what the target will choose."""
+
+    worst, checked = 0.0, 0
+
+    def root(self, tree: TokenTree) -> Step:
+        filled = self.cache.length
+        stable = self.cache.slab[:, :, :, :filled].clone()
+        step = super().root(tree)
+        assert torch.equal(self.cache.slab[:, :, :, :filled], stable)
+        if step.token_ids is None and step.logits.shape[1] > 1:
+            tokens = [*self._tokens, int(tree.tokens[0])]
+            model, weights = self.target.model, self.head.module.state_dict()
+            expected = block_logits(weights, self.head.config, model, tokens).log_softmax(-1)
+            rows = step.logits if step.further is None else torch.cat([step.logits, step.further])
+            self.worst = max(self.worst, float((rows - expected).abs().max()))
+            self.checked += 1
+        return step
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_block_is_what_the_paper_computes(variant: str) -> None:
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, config_of(**VARIANTS[variant]), Checking)
+    Engine(target, draft, policies.make("ddtree", budget=12, block=4)).generate(
+        PROMPT, max_new_tokens=12
+    )
+    assert draft.checked >= 3
+    assert draft.worst < 1e-4
+
+
+@torch.inference_mode()
+def test_the_cache_after_accepted_paths_of_any_length_is_that_of_a_fresh_draft() -> None:
+    """After a partial acceptance, cycles without a draft pass, and rows beyond the room of one pass."""
+    target = HuggingFaceTarget(deep())
+    draft, text = draft_for(target, config_of(), Checking), list(PROMPT)
+    target.want(draft.traits.features)
+    target.reserve(256, 8)
+    draft.begin(text, target.prefill(text))
+    root = 7
+    for number, accepted in enumerate([0, 3, 1, 5, 2, 0, 4]):
+        tree = TokenTree.root(root, 8)
+        if number % 3 != 2:
+            draft.root(tree)
+        frontier = tree.root_alone()
+        for depth in range(5):
+            token = torch.tensor([(root * 31 + depth) % VOCABULARY])
+            frontier = tree.add(frontier.ids[:1], token, torch.zeros(1))
+        _, features = target.verify(tree)
+        path = list(range(accepted + 1))
+        tokens = [*tree.tokens[1 : accepted + 1].tolist(), (root * 17 + 5) % VOCABULARY]
+        target.commit(tree, path)
+        draft.accept(Cycle(tree, path, tokens, Seconds(), features=features))
+        text, root = [*text, root, *tokens[:-1]], tokens[-1]
+        assert draft._tokens == text
+    assert draft.worst < 1e-4
+    fresh = draft_for(target, config_of())
+    target.reset()
+    fresh.begin(text, target.prefill(text))
+    tree = TokenTree.root(root, 8)
+    steps = [one.root(tree) for one in (draft, fresh)]
+    assert (steps[0].further - steps[1].further).abs().max() < 1e-4
+    slots = len(text)
+    assert draft.cache.length == fresh.cache.length == slots
+    slabs = [one.cache.slab[:, :, :, :slots] for one in (draft, fresh)]
+    assert (slabs[0] - slabs[1]).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_memory_that_was_never_written_is_not_read() -> None:
+    target, rows = HuggingFaceTarget(deep()), []
+    for poison in (0.0, float("nan")):
+        draft = draft_for(target, config_of(windows=(4, 0, 9)))
+        target.want(draft.traits.features)
+        target.reset()
+        draft.begin(PROMPT, target.prefill(PROMPT))
+        draft.cache.reserve(256)
+        draft.cache.slab[:, :, :, draft.cache.length :] = poison
+        rows.append(draft.root(TokenTree.root(7, 32)).further)
+    assert torch.equal(*rows)
+
+
+@torch.inference_mode()
+def test_a_long_prompt_is_taken_in_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = HuggingFaceTarget(deep()), []
+    prompt = [(7 * i) % VOCABULARY for i in range(40)]
+    for most in (1024, 7):
+        monkeypatch.setattr("specengine.models.eagle.PREFILL_ROWS", most)
+        draft = draft_for(target, config_of(windows=(4, 0, 9)))
+        target.want(draft.traits.features)
+        target.reset()
+        draft.begin(prompt, target.prefill(prompt))
+        rows.append(draft.root(TokenTree.root(3, 4)).further)
+    assert (rows[0] - rows[1]).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_nodes_get_the_distribution_of_their_depth_and_none_beyond_the_block() -> None:
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, config_of())
+    target.want(draft.traits.features)
+    draft.begin(PROMPT, target.prefill(PROMPT))
+    tree = TokenTree.root(7, 16)
+    step = draft.root(tree)
+    assert step.normalized
+    assert step.further is not None
+    assert step.further.shape == (BLOCK - 2, VOCABULARY)
+    assert torch.allclose(step.logits.exp().sum(), torch.ones(()))
+    frontier = tree.root_alone()
+    for depth in range(1, BLOCK + 1):
+        frontier = tree.add(frontier.ids[:1], torch.tensor([depth]), torch.zeros(1))
+        row = draft.step(tree, frontier).logits
+        if depth < BLOCK - 1:
+            assert torch.equal(row[0], step.further[depth - 1])
+        else:
+            assert (row == -torch.inf).all()
+    mixed = draft.step(tree, Nodes.of(torch.tensor([3, 1]))).logits
+    assert torch.equal(mixed, step.further[[2, 0]])
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.sliced
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_equal_plain_decoding(policy: str) -> None:
+    target = HuggingFaceTarget(deep())
+    engine = Engine(target, draft_for(target, config_of()), policy_for(policy))
+    plain = Engine(HuggingFaceTarget(deep()), None, None)
+    for options in ({}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 5}):
+        for prompt in ([5], [5, 6], PROMPT, [9] * 30):
+            expected = plain.generate(prompt, max_new_tokens=14, **options)
+            result = engine.generate(prompt, max_new_tokens=14, **options)
+            assert result.token_ids == expected.token_ids
+
+
+class Knowing(Dflash):
+    """Proposes the answer that plain decoding gives, with one token in five wrong, so that paths end anywhere."""
+
+    answer: list[int]
+
+    def root(self, tree: TokenTree) -> Step:
+        step = super().root(tree)
+        if self._rows.shape[1] == 1:
+            return step
+        at = len(self._tokens) + 1
+        for row, token in enumerate(self.answer[at : at + len(self._rows) - 1]):
+            self._rows[row].fill_(-20.0)
+            self._rows[row, (token + ((at + row) % 5 == 0)) % VOCABULARY] = 0.0
+        return Step(self._rows[:1], normalized=True, further=self._rows[1:-1])
+
+
+@pytest.mark.parametrize("policy", ["ddtree", "caddtree", "chain", "auto", "eagle"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "drawn"])
+def test_accepted_blocks_and_stops_inside_them(policy: str, options: dict[str, Any]) -> None:
+    model = deep()
+    expected = Engine(HuggingFaceTarget(model), None, None).generate(
+        PROMPT, max_new_tokens=40, **options
+    )
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, config_of(), Knowing)
+    draft.answer = [*PROMPT, *expected.token_ids]
+    engine = Engine(target, draft, policy_for(policy))
+    result = engine.generate(PROMPT, max_new_tokens=40, **options)
+    assert result.token_ids == expected.token_ids
+    if policy != "auto":
+        assert result.stats.num_spec_steps < 40 / 1.5
+    for stop in (7, 8, 9):
+        end = expected.token_ids[stop]
+        cut = engine.generate(PROMPT, max_new_tokens=40, eos_token_id=end, **options)
+        first = expected.token_ids.index(end)
+        assert cut.token_ids == expected.token_ids[: first + 1]
+
+
+def test_turns_and_forgetting() -> None:
+    target = HuggingFaceTarget(deep())
+    draft, tokenizer = draft_for(target, config_of(), Checking), byte_tokenizer()
+    session = Engine(target, draft, policies.make("ddtree", budget=9, block=3), tokenizer).session()
+    for turn, text in enumerate(("Hi", "And now?", "Bye")):
+        messages = [*session.messages, {"role": "user", "content": text}]
+        result = session.generate(text, max_new_tokens=7)
+        fresh = Engine(HuggingFaceTarget(deep()), None, None, tokenizer)
+        assert result.token_ids == fresh.generate(messages, max_new_tokens=7).token_ids
+        assert (result.stats.num_cached_prompt_tokens > 0) == (turn > 0)
+    assert draft.worst < 1e-4
+    held = draft.cache.nbytes
+    draft.cache.reserve(4096)
+    assert draft.cache.nbytes > held
+    assert cache_of(draft) is draft.cache
+    forget(draft)
+    assert (draft.cache.length, draft.cache.nbytes) == (0, held)
+    assert draft._tokens == []
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 11, 14])
+@torch.inference_mode()
+def test_a_prompt_that_leaves_the_last_one_is_run_again_from_there(cut: int) -> None:
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, config_of(), Checking)
+    Engine(target, draft, policies.make("ddtree", budget=9, block=3)).generate(
+        PROMPT, max_new_tokens=4
+    )
+    prompt = [*target.tokens[:cut], 99, 98, 97]
+    kept = min(target.cached(prompt), draft.cached(prompt))
+    assert kept >= cut - 1
+    draft.begin(prompt, target.prefill(prompt, kept))
+    draft.root(TokenTree.root(3, 8))
+    assert draft.worst < 1e-4
+
+
+@torch.inference_mode()
+def test_copies_draft_for_texts_of_their_own() -> None:
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, config_of(), Checking)
+    target.want(draft.traits.features)
+    draft.begin(PROMPT, target.prefill(PROMPT))
+    twin: Any = another(draft)
+    copy_prompt(twin, draft, len(PROMPT) - 2)
+    assert twin.cache is not draft.cache
+    target.reset()
+    prompt = [*PROMPT[:-2], 3, 4]
+    twin.begin(prompt, target.prefill(prompt)[twin.cached(prompt) :])  # type: ignore[index]
+    twin.root(TokenTree.root(9, 8))
+    draft.root(TokenTree.root(8, 8))
+    assert (twin.checked, draft.checked) == (1, 1)
+    assert max(twin.worst, draft.worst) < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------- on disk
+
+RAW: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "block_size": BLOCK,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 2, 4]},
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "layer_types": ["full_attention"] * 3,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "num_target_layers": LAYERS,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": VOCABULARY,
+}
+
+
+def written(folder: Path, raw: dict[str, Any], config: DflashConfig | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(random_state(config or config_of()), folder / "model.safetensors")
+    return folder
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(RAW)
+    raw["dflash_config"] |= changes.pop("dflash_config", {})
+    return raw | changes
+
+
+NEAR, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes"),
+    [
+        (RAW, {}),
+        (changed(block_size=None, dflash_config={"block_size": BLOCK, "use_swa": False}), {}),
+        (changed(rope_theta=None, rope_parameters={"rope_theta": 10000.0}), {}),
+        (changed(architectures=["LlamaForCausalLM"]), {}),
+        (
+            changed(layer_types=[NEAR, FULL, NEAR], sliding_window=9),
+            {"windows": (9, 0, 9), "causal": (True, False, True)},
+        ),
+        (changed(layer_types=[NEAR] * 3, sliding_window=9, is_causal=False), {"windows": (9,) * 3}),
+        (changed(dflash_config={"causal": True}), {"causal": (True,) * 3}),
+    ],
+    ids=["flat", "nested", "rope", "by its field", "windows", "both ways", "causal"],
+)
+def test_published_configs_are_read(
+    tmp_path: Path, raw: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    found = load_head(written(tmp_path, raw))
+    assert is_head(tmp_path)
+    assert found.config == config_of(**changes)
+    assert str(found.dialect) == "DFlash, dflash layout, fields as dflash means them"
+    assert found.dialect.notes == (
+        "layer ids 1, 2, 4 of the config count layers; as transformers counts hidden states, from the embeddings, "
+        "the head reads 2, 3, 5",
+    )
+    assert all(torch.equal(found.state[key], t) for key, t in random_state(config_of()).items())
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (changed(block_size=None), "block_size: got None"),
+        (changed(block_size=1), "block_size: got 1, accepted 2 to 64"),
+        (changed(dflash_config={"mask_token_id": VOCABULARY}), "mask_token_id: got 260"),
+        (changed(dflash_config={"target_layer_ids": []}), "target_layer_ids: is missing"),
+        (changed(dflash_config={"use_swa": True}), "dflash_config: unknown 'use_swa', known are "),
+        (
+            changed(dflash_config={"selector_rank": 4, "conv_kernel_size": 2}),
+            "'conv_kernel_size', ",
+        ),
+        (changed(layer_types=[FULL]), "layer_types: got"),
+        (changed(layer_types=[NEAR, FULL, "linear_attention"]), "layer_types: got"),
+        (changed(layer_types=[NEAR] * 3), "sliding_window: got None"),
+        (changed(is_causal=3), "is_causal: got 3, accepted true or false"),
+        (changed(num_hidden_layers=0), "num_hidden_layers: got 0"),
+    ],
+)
+def test_configs_that_say_too_little_or_what_is_not_known_are_refused(
+    tmp_path: Path, raw: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as refused:
+        load_head(written(tmp_path, raw))
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"norm.weight": None}, "missing: norm.weight [32]"),
+        ({"lm_head.weight": torch.zeros(VOCABULARY, 32)}, "unused: lm_head.weight [260, 32]"),
+        (
+            {"fc.weight": torch.zeros(32, 64)},
+            "mis-shaped: fc.weight [32, 64] instead of [32, 96]",
+        ),
+        ({"layers.2.self_attn.q_norm.weight": None}, "layers.2.self_attn.q_norm.weight [8]"),
+        ({"layers.3.mlp.up_proj.weight": torch.zeros(1)}, "unused: layers.3.mlp.up_proj.weight"),
+        ({"norm.weight": torch.full((32,), torch.nan)}, "not finite: norm.weight"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    file = written(tmp_path, RAW) / "model.safetensors"
+    tensors = load_file(file) | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(CheckpointError, match=r"a head of DFlash of width 32; ") as refused:
+        load_head(tmp_path)
+    assert problem in str(refused.value)
+
+
+def test_a_folder_is_loaded_as_the_draft(tmp_path: Path) -> None:
+    model, folder = deep(), written(tmp_path / "head", RAW)
+    expected = Engine(HuggingFaceTarget(deep()), None, None).generate(PROMPT, max_new_tokens=12)
+    for policy in (None, "ddtree", "caddtree", "chain"):
+        engine = Engine.from_pretrained(model, draft=str(folder), policy=policy)
+        result = engine.generate(PROMPT, max_new_tokens=12)
+        assert result.token_ids == expected.token_ids
+        assert result.stats.draft.startswith("eagle (DFlash, head)")
+    other = Engine.from_pretrained(
+        model, draft=str(folder), draft_options={"layer_ids": (1, 2, 3)}, policy="ddtree"
+    )
+    assert other.drafter is not None
+    assert other.drafter.traits.features == (1, 2, 3)
+    assert HeadOptions().layer_ids is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_native_forward_takes_it_for_several_texts_at_once(tmp_path: Path, dtype: str) -> None:
+    folder, name = written(tmp_path / "head", RAW), str(tmp_path / "model")
+    deep().save_pretrained(name)
+    byte_tokenizer().save_pretrained(name)
+    options: dict[str, Any] = {"dtype": dtype}
+    plain = Engine.from_pretrained(name, policy="plain", **options)
+    prompts = [PROMPT, PROMPT[:5], [9] * 20, [5]]
+    for lookup in (False, True):
+        engine = Engine.from_pretrained(
+            name, draft=str(folder), policy="ddtree", lookup=lookup, **options
+        )
+        assert isinstance(engine.target, NativeTarget)
+        for sampling in ({}, {"temperature": 0.8, "seed": 4}):
+            answers = Pool(engine, 2).generate(prompts, max_new_tokens=14, **sampling)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                expected = plain.generate(prompt, max_new_tokens=14, **sampling)
+                assert answer.token_ids == expected.token_ids
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="hidden size 32, this one has 64"):
+        Engine.from_pretrained(deep(hidden_size=64), draft=str(written(tmp_path, RAW)))
+    ids = {"target_layer_ids": [1, 2, LAYERS - 1]}
+    folder = written(tmp_path / "beyond", changed(dflash_config=ids))
+    with pytest.raises(InputError, match="it reads hidden states 2, 3, 6; a target of 6 layers"):
+        Engine.from_pretrained(deep(), draft=str(folder))
+    with pytest.raises(InputError, match="does not learn from use"):
+        Engine.from_pretrained(
+            deep(), draft=str(written(tmp_path, RAW)), learn=str(tmp_path / "learnt")
+        )
+    with pytest.raises(UnsupportedModelError, match="a DFlash head is run without graphs"):
+        Engine.from_pretrained(deep(), draft=str(written(tmp_path, RAW)), graphs=True)
+
+
+def test_the_command_line_describes_a_head_and_trains_none(tmp_path: Path, capsys: Any) -> None:
+    folder, model = written(tmp_path / "head", RAW), deep()
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    words = ["doctor", "--inspect", "--json", "--model", str(tmp_path / "model")]
+    assert main([*words, "--draft", str(folder)]) == 0
+    draft = json.loads(capsys.readouterr().out)["draft"]
+    assert draft["dialect"] == "DFlash, dflash layout, fields as dflash means them"
+    assert "fc.weight float32 [32, 96]" in draft["tensors"]
+    assert "block_size=6" in draft["config"]
+    assert "agreement" not in draft
+    options = TrainOptions(start=str(folder))
+    with pytest.raises(InputError, match=r"start: got .*, accepted an EAGLE head"):
+        new_head(model, options, make_loss("ttt"), torch.ones(VOCABULARY))
+
+
+@pytest.mark.parametrize("layout", ["official", "speculators"])
+def test_a_head_is_not_written_in_another_layout(tmp_path: Path, layout: str) -> None:
+    with pytest.raises(CheckpointError, match="layout: DFlash heads can be read, but not written"):
+        save_head(config_of(), random_state(config_of()), tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
