@@ -49,7 +49,7 @@ from specengine.engine.captured import CapturedDriver, pad_to
 from specengine.engine.parts import PLAIN
 from specengine.errors import require_value
 from specengine.models import attention, fused
-from specengine.models.eagle import EagleConfig, EagleHead, make_head
+from specengine.models.eagle import EagleConfig, EagleHead
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import Mark
@@ -132,19 +132,17 @@ def model_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[An
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        head = make_head(
-            EagleConfig(
-                version=3,
-                hidden_size=shape.hidden,
-                intermediate_size=shape.intermediate,
-                num_heads=shape.heads,
-                num_kv_heads=shape.kv_heads,
-                head_dim=size,
-                target_hidden_size=shape.hidden,
-                vocab_size=shape.vocab,
-                draft_vocab_size=shape.draft_vocab or shape.vocab,
-            )
-        )
+        head = EagleConfig(
+            version=3,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=size,
+            target_hidden_size=shape.hidden,
+            vocab_size=shape.vocab,
+            draft_vocab_size=shape.draft_vocab or shape.vocab,
+        ).network()
     if head.d2t is not None:
         cast(Tensor, head.d2t).zero_()
     return model, head.to(dtype).eval().requires_grad_(False)
@@ -198,7 +196,7 @@ class CycleParts:
         """Grow the levels that a rehearsed cycle has."""
         driver, source = self.driver, self.driver._source()
         tree, frontier = driver.tree, driver.frontier
-        asked = driver._rule.plan().patience
+        asked = driver.policy.plan().patience
         if asked:
             self._part("first policy", driver._first)
             from_root(driver)
@@ -220,7 +218,7 @@ class CycleParts:
     def _append(self, frontier: Nodes, step: Step) -> None:
         driver = self.driver
         driver.tree.passes += frontier.live > 0
-        driver._go_on(driver._rule.grow(driver.tree, frontier, step))
+        driver._go_on(driver.policy.grow(driver.tree, frontier, step))
 
     def _finish(self) -> None:
         driver = self.driver
@@ -252,7 +250,7 @@ class CycleParts:
 
             def learn() -> None:
                 accepted = Nodes(nodes.ids.index_select(0, path.ids), path.live)
-                driver._rule.learn(Outcome(tree, accepted, tokens, None))
+                driver.policy.learn(Outcome(tree, accepted, tokens, None))
 
             self._part("learn policy", learn)
 

@@ -478,7 +478,9 @@ def test_other_refusals() -> None:
     with pytest.raises(InputError, match="6 heads must be a multiple of 4 key-value heads"):
         Shape(60, 9, 6, 4, 100, 300)
     for text in ("7b", "56x9", "60x9x6x3x100x0", "axbxcxdxexf"):
-        with pytest.raises(argparse.ArgumentTypeError, match="accepted: 8b and HIDDENx"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match="accepted: 8b, 135m, tiny and HIDDENx"
+        ):
             parse_shape(text)
 
 

@@ -42,8 +42,9 @@ class Pace:
 
     Prices compare nodes and passes; they leave out the time of the comparison itself. A cycle's gain is its committed
     tokens less those that plain decoding commits in its time. Where recent gains are small a few cycles rest now and
-    then: they decode plainly and are timed, as the machine may have become faster. Where gains fall below nothing more cycles rest. A trial of a few with trees follows:
-    their own mean decides whether to go on or to rest for twice as long.
+    then: they decode plainly and are timed, as the machine may have become faster. Where gains fall below nothing
+    more cycles rest. A trial of a few with trees follows: their own mean decides whether to go on or to rest for
+    twice as long.
     """
 
     state: PaceState = PaceState.DRAFTING
