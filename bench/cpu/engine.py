@@ -29,13 +29,16 @@ CALLS = 5  # timed, in a row as an answer's forwards are
 
 
 class Reading:
-    """Reads as many bytes as the file has, on all threads: what a forward takes at least."""
+    """Reads as many bytes as the weights have, on all threads: what a forward takes at least."""
 
     def __init__(self, file: str, threads: int, context: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
-        self.weights = torch.ones(os.path.getsize(file) // 8, dtype=torch.int64)
+        path = Path(file)
+        files = path.glob("*.safetensors") if path.is_dir() else [path]
+        size = sum(part.stat().st_size for part in files)
+        self.weights = torch.ones(size // 8, dtype=torch.int64)
         self.about = {"engine": "reading", "version": torch.__version__}
 
     def prepare(self, rows: int) -> Call:
