@@ -131,7 +131,9 @@ def model_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[An
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        ).eval()
         head = EagleConfig(
             version=3,
             hidden_size=shape.hidden,

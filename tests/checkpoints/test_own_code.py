@@ -295,7 +295,6 @@ def breaches(code: str) -> list[str]:
     return listed
 
 
-@pytest.mark.slow
 def test_every_call_says_whether_code_is_trusted() -> None:
     files = [
         file for part in ("specengine", "bench", "research") for file in (ROOT / part).rglob("*.py")

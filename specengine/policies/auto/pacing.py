@@ -9,17 +9,16 @@ from functools import partial
 
 MEMORY = 0.97  # of what cycles with trees brought, per cycle
 # tokens per cycle that trees are credited with: at first, in a new text, later
-FIRST_CREDIT, NEW_TEXT, LATER_CREDIT = 0.55, 0.03, 0.01
-# tokens per cycle below which plain cycles are timed, how many are, and after how many cycles with trees again
-SMALL_GAIN, TIMED, TIMED_AGAIN = 0.5, 3, 128
+FIRST_CREDIT, NEW_TEXT, LATER_CREDIT = 0.2, 0.03, 0.01
+# tokens per cycle below which plain cycles are timed at first, and again after TIMED_AGAIN with trees
+LITTLE_GAIN, SMALL_GAIN = 0.1, 0.5
+TIMED, TIMED_AGAIN = 3, 128  # plain cycles in a row; cycles with trees between them
 FIRST_REST, MAX_REST = 32, 128  # cycles of a rest
 REPEATED = 4  # cycles of a rest for each of the last tokens that must stand in the text before, to end it at once
 # cycles with trees after a rest, whose own mean decides whether to rest again
 MIN_TRIAL, MAX_TRIAL = 3, 16
 MAX_LOST = 2  # texts in a row in which trees did not pay, after which a text begins with a rest
 STANDARD_ERRORS = 1.0  # standard errors by which gains are below nothing
-# plain cycles that a median is of: TIMED of them outvote those of a moment when the machine was busy
-PLAIN_WINDOW = 2 * TIMED - 1
 SPREAD = 0.05  # tokens squared: variance of a cycle's gain, to begin with
 # tokens: what a cycle loses at most, as a machine that was busy elsewhere says nothing of trees
 MIN_GAIN = -2.0
@@ -29,7 +28,7 @@ class PaceState(Enum):
     """States of a pace, each with how a cycle enters it. docs/develop/policy.md draws the transitions."""
 
     DRAFTING = "drafting"  # at first, and after MAX_TRIAL cycles of a trial
-    # the mean gain is below SMALL_GAIN, and no plain cycle was timed for long: TIMED of them
+    # the mean gain is little at first, or small long after plain cycles were timed: TIMED of them
     CALIBRATING = "calibrating"
     RESTING = "resting"  # gains are below nothing: FIRST_REST plain cycles, twice as many after each lost trial
     RETURNING = "returning"  # the plain cycles are over; the next cycle also catches the drafter up
@@ -54,9 +53,9 @@ class Pace:
     _length: int = FIRST_REST  # of the next rest
     _worked: int = FIRST_REST  # cycles with trees since the last rest
     _trial_gain: float = 0.0  # of all cycles since the last rest
-    # what plain cycles took over what they were thought to take
-    _plain: deque[float] = field(default_factory=partial(deque, maxlen=PLAIN_WINDOW))
-    _untimed: int = TIMED_AGAIN  # cycles with trees since plain ones were timed
+    # what plain cycles took over what they were thought to take; the last TIMED outvote those of a busy moment
+    _plain: deque[float] = field(default_factory=partial(deque, maxlen=2 * TIMED - 1))
+    _untimed: int = 0  # cycles with trees since plain ones were timed
     _lost: int = 0  # texts in a row in which trees did not pay
 
     def begin(self) -> None:
@@ -125,7 +124,11 @@ class Pace:
             self._length = (
                 FIRST_REST if self._worked >= FIRST_REST else min(2 * self._length, MAX_REST)
             )
-        if loses or (self._gain < SMALL_GAIN and self._untimed > TIMED_AGAIN):
+        if (
+            loses
+            or (self._gain < LITTLE_GAIN and not self._plain)
+            or (self._gain < SMALL_GAIN and self._untimed > TIMED_AGAIN)
+        ):
             self.state = PaceState.RESTING if loses else PaceState.CALIBRATING
             self.resting = self._length if loses else TIMED
             self._untimed = 0
