@@ -227,8 +227,8 @@ class CycleParts:
         target, tree, length = driver.target, driver.tree, driver.target.cache.filled
 
         def keep() -> tuple[Nodes, TokenTree]:
-            kept = driver._kept(driver.budget)
-            return kept, tree.subtree(kept)
+            verified_nodes = driver._kept(driver.budget)
+            return verified_nodes, tree.subtree(verified_nodes)
 
         nodes, verified = self._part("keep policy", keep)
         logits, features = self._part("verify", lambda: target.verify(verified))
@@ -272,7 +272,7 @@ def widen(driver: CapturedDriver) -> None:
 
 
 class Cycles:
-    """What is measured of the variants and policies of one model, one record after the other."""
+    """Measure the variants and policies of one model, one record after the other."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._device = args, torch.device(args.device)

@@ -86,5 +86,5 @@ SIZES: dict[str, Any] = {
 
 
 def block_config(**changes: Any) -> DflashConfig:
-    """Of a DFlash head for a target of `deep`."""
+    """Return the config of a DFlash head for a target of `deep`."""
     return DflashConfig(**(SIZES | changes))

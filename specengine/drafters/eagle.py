@@ -118,8 +118,10 @@ class EagleDraft(RowDraft):
             )
             draft: EagleDraft = kind.of(base, target.lm, name, pack=options.pack)
             if options.learn is not None and kind is cls:
-                learnt = checkpoints.learnt.Learnt(options.learn, target.lm, target.name, base)
-                draft.learnt, draft._pack = learnt, options.pack
+                draft.learnt = checkpoints.learnt.Learnt(
+                    options.learn, target.lm, target.name, base
+                )
+                draft._pack = options.pack
                 draft.renew()
             return draft
 

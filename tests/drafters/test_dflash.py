@@ -334,9 +334,9 @@ def test_a_prompt_that_leaves_the_last_one_is_run_again_from_there(cut: int) -> 
         PROMPT, max_new_tokens=4
     )
     prompt = [*target.tokens[:cut], 99, 98, 97]
-    kept = min(target.cached(prompt), draft.cached(prompt))
-    assert kept >= cut - 1
-    draft.begin(prompt, target.prefill(prompt, kept))
+    cached = min(target.cached(prompt), draft.cached(prompt))
+    assert cached >= cut - 1
+    draft.begin(prompt, target.prefill(prompt, cached))
     draft.root(TokenTree.root(3, 8))
     assert draft.worst < 1e-4
 
@@ -422,15 +422,15 @@ NEAR, FULL = "sliding_attention", "full_attention"
 def test_published_configs_are_read(
     tmp_path: Path, raw: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    found = load_head(written(tmp_path, raw))
+    head = load_head(written(tmp_path, raw))
     assert is_head(tmp_path)
-    assert found.config == config_of(**changes)
-    assert str(found.dialect) == "DFlash, dflash layout, fields as dflash means them"
-    assert found.dialect.notes == (
+    assert head.config == config_of(**changes)
+    assert str(head.dialect) == "DFlash, dflash layout, fields as dflash means them"
+    assert head.dialect.notes == (
         "layer ids 1, 2, 4 of the config count layers; as transformers counts hidden states, from the embeddings, "
         "the head reads 2, 3, 5",
     )
-    assert all(torch.equal(found.state[key], t) for key, t in random_state(config_of()).items())
+    assert all(torch.equal(head.state[key], t) for key, t in random_state(config_of()).items())
 
 
 @pytest.mark.parametrize(

@@ -491,8 +491,8 @@ class Kind(NamedTuple):
     bytes: int
 
 
-# One that has a file in csrc/cpu/integers stays packed under integer numerics, one in csrc/cpu/formats under others;
-# the rest is unpacked when it is loaded.
+# A kind with a file in csrc/cpu/integers stays packed under integer numerics. One with a file in csrc/cpu/formats
+# stays packed under others. The rest is unpacked when it is loaded.
 KINDS = {
     "f32": Kind(0, 1, 4),
     "f16": Kind(1, 1, 2),
