@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from specengine.errors import InputError, require_input
 from specengine.models import Target, common_prefix
-from specengine.models.huggingface import HuggingFaceTarget
-from specengine.models.native import NativeTarget
+from specengine.models.kv_cache import CachedTarget
 from specengine.ops.tree import TokenTree
 from specengine.request.prompts import Prompt
 from specengine.request.sampling import History, Sampler, refuse_no_choice
@@ -188,7 +187,7 @@ def near_tie_logits(target: Target) -> float:
     """Return the tolerance for the dtype of the target's weights. Raise InputError if none is known."""
     require_input(
         f"tolerance: no default for a {type(target).__name__}, pass one",
-        isinstance(target, HuggingFaceTarget | NativeTarget),
+        isinstance(target, CachedTarget),
     )
     dtype = target.dtype
     require_input(f"tolerance: no default for {dtype}, pass one", dtype in NEAR_TIE_LOGITS)
@@ -197,7 +196,7 @@ def near_tie_logits(target: Target) -> float:
 
 def huggingface_model(target: Target) -> PreTrainedModel:
     """Return the target's model as transformers runs it. Read from its files if the C++ forward packed the weights."""
-    if not isinstance(target, HuggingFaceTarget | NativeTarget):
+    if not isinstance(target, CachedTarget):
         raise InputError(f"target: {type(target).__name__} is not a Hugging Face model")
     return target.model
 

@@ -34,22 +34,18 @@ class ContextLengthError(InputError):
     tokens: of the prompt; at_least: it may have more; context: in tokens; maximum: of a prompt.
     """
 
-    tokens = context = maximum = 0
-    at_least = False
-
-    @classmethod
-    def of(
-        cls, message: str, tokens: int, context: int, maximum: int, *, at_least: bool = False
-    ) -> ContextLengthError:
-        """Return the error with its figures."""
-        error = cls(message)
-        error.tokens, error.context, error.maximum, error.at_least = (
-            tokens,
-            context,
-            maximum,
-            at_least,
-        )
-        return error
+    def __init__(
+        self,
+        message: str,
+        tokens: int = 0,
+        context: int = 0,
+        maximum: int = 0,
+        *,
+        at_least: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.tokens, self.context = tokens, context
+        self.maximum, self.at_least = maximum, at_least
 
 
 class UnsupportedModelError(SpecEngineError):
@@ -139,16 +135,12 @@ def install_command(extra: str) -> str:
     """Return the command that installs an extra: from the checkout, or package by package for an installed wheel."""
     if (CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"
-    return "pip install " + " ".join(f"'{requirement}'" for requirement in _requirements(extra))
-
-
-def _requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, from the metadata of the installed package."""
     from importlib import metadata
 
     ending = f'; extra == "{extra}"'
     lines = (line.replace("'", '"') for line in metadata.requires("specengine") or ())
-    return [line.removesuffix(ending) for line in lines if line.endswith(ending)]
+    needed = (line.removesuffix(ending) for line in lines if line.endswith(ending))
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in needed)
 
 
 def why_not_loaded(error: Exception) -> str:
@@ -356,14 +348,12 @@ def number(
     """Return a reader of finite numbers from `low` to `high`, which an open end does not include."""
 
     def holds(value: Any) -> bool:
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not abs(value) <= MAX_NUMBER
-        ):
-            return False
-        return (low < value if open_low else low <= value) and (
-            value < high if open_high else value <= high
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and abs(value) <= MAX_NUMBER
+            and (low < value if open_low else low <= value)
+            and (value < high if open_high else value <= high)
         )
 
     limits = {"gt" if open_low else "ge": low, "lt" if open_high else "le": high}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
-QUANTIZATIONS = ("int8",)  # of a native model's weights
+QUANTIZATIONS = ("int8",)
 NUMERICS = ("auto", "bfloat16", "float32", "integer")  # of a native model's products
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -65,8 +65,8 @@ class LoadOptions(Checked):
                        and answer (drafters/lookup.py); by default on a CPU without graphs; a Drafter is taken as it is
     backend            what runs models of the Llama family on a CPU: `native`, the C++ forward, or `huggingface`, the
                        model's own modules, which run everything else as well; None takes native where it can
-    quantize           `int8` keeps a native model's linear weights as int8 with a scale per output: half the memory of
-                       bfloat16, other rounding
+    quantize           `int8` keeps linear weights as int8 with a scale per output: half the memory of bfloat16, other
+                       rounding; of native models, and on a CUDA device of models given by name
     numerics           how a native model's products are computed: `integer` multiplies int8 weights and packed GGUF
                        blocks by int8 activations, with the same bits on every instruction set; `bfloat16` and `float32`
                        name the model's dtype and multiply floats; auto takes integer for such weights where the machine
@@ -128,7 +128,7 @@ class LoadOptions(Checked):
     quantize: str | None = option(
         one_of(QUANTIZATIONS, more=" or none"),
         choices=QUANTIZATIONS,
-        help="keep a native model's weights as int8, half the memory of bfloat16",
+        help="keep weights as int8, half the memory of bfloat16 (natively, or on CUDA)",
     )
     numerics: str = option(
         one_of(NUMERICS),

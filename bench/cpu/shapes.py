@@ -180,7 +180,7 @@ class RandomSource(Source):
             numbers = 0.02 * torch.randn(shape, generator=generator)
         return numbers if self.is_exact(name) else numbers.to(self.dtype)
 
-    def model(self) -> PreTrainedModel:
+    def model(self, *, packed: bool = False) -> PreTrainedModel:
         raise NotImplementedError("random weights have no model on transformers")
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Stored = StoredTensor | Stack | QuantizedMatrix
 # prefixes of its tensors
 _LANGUAGE = "model.language_model.", "language_model.model.", "model.text_model."
+_MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 _HEADS = ("lm_head.", "language_model.lm_head.")
 
 
@@ -153,9 +155,9 @@ class FolderSource(Source):
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if self.is_exact(name) else self.dtype
 
-    def model(self) -> PreTrainedModel:
+    def model(self, *, packed: bool = False) -> PreTrainedModel:
         if self._quantized is not None:
-            return super().model()
+            return super().model(packed=packed)
         with quiet_loading_bars(), torch.device("cpu"):
             return auto_class(self._whole).from_pretrained(
                 self.folder, config=self._whole, dtype=self.dtype, trust_remote_code=False
@@ -201,3 +203,26 @@ def quiet_loading_bars() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(before)
+
+
+def left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+    """Yield the unexpected tensors of a file whose module the model has, in some layer.
+
+    The others (towers for pictures, heads for predicting several tokens, values) are no part of the language model, and
+    neither are the causal masks of old files.
+    """
+    has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
+    # values, no layers
+    has -= {name.rpartition(".")[0] for name in has if name.endswith(".layers") and "*" not in name}
+    names = set(unexpected)
+    for name in names - parts_in(
+        names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    ):
+        module = _any_layer(name.rpartition(".")[0])
+        has_module = module in has or f"{model.base_model_prefix}.{module}" in has
+        if has_module and not name.endswith(_MASKS):
+            yield name
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f".{name}")[1:]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,12 @@ from specengine.checkpoints.checks import (
 )
 from specengine.checkpoints.eagle import is_head
 from specengine.checkpoints.embedded import Progress
-from specengine.checkpoints.folder import FolderSource, generation_config_of, quiet_loading_bars
+from specengine.checkpoints.folder import (
+    FolderSource,
+    generation_config_of,
+    left_out,
+    quiet_loading_bars,
+)
 from specengine.checkpoints.gguf_source import GGUFSource
 from specengine.checkpoints.quantized import take_format
 from specengine.checkpoints.safetensors_file import WEIGHT_FILES, require_files, tensors_of
@@ -60,9 +65,9 @@ from specengine.models.configs import (
     why,
 )
 from specengine.models.extension import NOT_BUILT, extension, instruction_sets
-from specengine.models.mtp import parts_in
 from specengine.models.native import NativeLM, from_model
 from specengine.models.tensor_parallel import splitting
+from specengine.models.twins import linear_layers, quantize, quantized_rows
 from specengine.request.prompts import filled
 from specengine.request.readers import FILLERS
 
@@ -77,7 +82,6 @@ _AS_PARTS = (
     "{%- set message = dict(message, content=[dict(type='text', text=message.content)]) -%}{%- endif -%}"
     "{%- set as_parts.all = as_parts.all + [message] -%}{%- endfor -%}{%- set messages = as_parts.all %}\n"
 )
-_MASKS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq")
 
 
 class LoadedModel(NamedTuple):
@@ -108,7 +112,7 @@ def load_model(
     reason = _not_native(model, options) or (adapter and adapter.reason)
     native_options = {
         "backend": options.backend == "native",
-        "quantize": options.quantize is not None,
+        "quantize": options.quantize is not None and not _on_cuda(model, options),
         "numerics": options.numerics != "auto",
     }
     requested = [name for name, asks in native_options.items() if asks]
@@ -220,6 +224,15 @@ def _huggingface(
     base = path if adapter is None else adapter.base
     config = config_of(base, offline=options.offline, trust_remote_code=options.trust_remote_code)
     require_bfloat16(options, getattr(config.get_text_config(decoder=True), "dtype", None))
+    if (
+        _on_cuda(model, options)
+        and adapter is None
+        and getattr(config, "quantization_config", None)
+    ):
+        with suppress(UnsupportedModelError):  # transformers may have the library that wrote it
+            return _packed(
+                open_native(path, dtype=options.dtype, offline=options.offline), options, tokenizer
+            )
     refuse_other_shapes(base, config)
     if Path(base).is_dir():
         generation_config_of(Path(base))  # which transformers reads last, and names no file over
@@ -254,7 +267,7 @@ def _huggingface(
         raise unsupported(path, error, "it cannot be loaded") from error
     _require_weights(path, loaded, report, adapter)
     if options.tp_plan is None:
-        loaded = loaded.to(options.device or default_device())
+        loaded = _placed(loaded, options)
     return loaded, tokenizer or _tokenizer(path if adapter is None else adapter.tokenizer, options)
 
 
@@ -263,9 +276,40 @@ def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTra
         opened = open_gguf(Path(model), options.dtype)
     except UnsupportedModelError as error:
         return _read_by_transformers(Path(model), options, tokenizer, error)
-    return opened.source.model().to(options.device or default_device()), tokenizer or _noted(
-        model, opened.tokenizer
+    return _packed(opened, options, tokenizer)
+
+
+def _packed(opened: Opened, options: LoadOptions, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
+    """Return the model of these weights; on a CUDA device its linear layers keep their blocks."""
+    model = opened.source.model(packed=_on_cuda(opened.source.name, options))
+    return _placed(model, options), tokenizer or _noted(opened.source.name, opened.tokenizer)
+
+
+def _on_cuda(model: str | PreTrainedModel | None, options: LoadOptions) -> bool:
+    """Return whether a model by name goes to a CUDA device, where its linear layers may stay quantised."""
+    return (
+        not isinstance(model, PreTrainedModel)
+        and options.backend != "native"
+        and (options.device or default_device()).type == "cuda"
     )
+
+
+def _placed(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
+    """Return the model on its device, quantised before, as the device may not have room for it else."""
+    if options.quantize is not None:
+        several = next((name for name, one in model.named_parameters() if one.dim() > 2), None)
+        require_supported(
+            f"quantize: on a CUDA device it takes matrices of linear layers, got {several} of more dimensions",
+            several is None,
+        )
+        quantize(
+            model,
+            (
+                (name, quantized_rows(model.get_parameter(f"{name}.weight")))
+                for name in linear_layers(model)
+            ),
+        )
+    return model.to(options.device or default_device())
 
 
 def _read_by_transformers(
@@ -304,9 +348,7 @@ def _read_by_transformers(
         model.generation_config.eos_token_id = gguf.end_ids(file, vocabulary)
         model.generation_config.suppress_tokens = gguf.suppressed_ids(file, vocabulary)
         model.config.name_or_path = path.name
-        return model.to(options.device or default_device()), tokenizer or taking_texts(
-            gguf.tokenizer(file)
-        )
+        return _placed(model, options), tokenizer or taking_texts(gguf.tokenizer(file))
 
 
 def _require_weights(
@@ -325,7 +367,7 @@ def _require_weights(
             f"{name} {list(has)}, not {list(wants)}"
             for name, has, wants in report["mismatched_keys"]
         ),
-        "unexpected": sorted(_left_out(model, report["unexpected_keys"])),
+        "unexpected": sorted(left_out(model, report["unexpected_keys"])),
     }
     listed = [f"{problem}: {', '.join(names[:4])}" for problem, names in problems.items() if names]
     if listed and adapter is not None:
@@ -335,29 +377,6 @@ def _require_weights(
         raise CheckpointError(
             f"model {path!r}: its weights do not fit its config.json; {'; '.join(listed)}"
         )
-
-
-def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield the unexpected tensors of a file whose module the model has, in some layer.
-
-    The others (towers for pictures, heads for predicting several tokens, values) are no part of the language model, and
-    neither are the causal masks of old files.
-    """
-    has = {_any_layer(name) for name, _ in model.named_modules()} - {""}
-    # values, no layers
-    has -= {name.rpartition(".")[0] for name in has if name.endswith(".layers") and "*" not in name}
-    names = set(unexpected)
-    for name in names - parts_in(
-        names, int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
-    ):
-        module = _any_layer(name.rpartition(".")[0])
-        has_module = module in has or f"{model.base_model_prefix}.{module}" in has
-        if has_module and not name.endswith(_MASKS):
-            yield name
-
-
-def _any_layer(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f".{name}")[1:]
 
 
 def _tokenizer(name: str, options: LoadOptions) -> Any:

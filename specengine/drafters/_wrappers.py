@@ -118,7 +118,10 @@ class Guided(Wrapped):
                     proposals.append(end, token, 0.0, FREE, 0)
                     end = size + len(proposals.tokens) - 1
             ends.append(end)
-        grown = _grafted(tree, proposals)
+        grown = tree
+        if proposals.tokens:
+            grown = tree.to(tree.device)
+            grown.graft(proposals.parents, proposals.tokens, proposals.log_probs)
         room = most - len(proposals.tokens)
         below = Nodes.of(torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device))
         unchecked = self.inner.free(grown, below, room, least) if room else None
@@ -152,20 +155,14 @@ class Guided(Wrapped):
             continuation[0] if (continuation := self.constraint.forced(path)) else None
             for path in paths
         ]
-        ids = None if step.token_ids is None else step.token_ids.cpu().numpy()
-        width, rows = step.logits.shape[1], step.logits.shape[0]
-        vocabulary = set(range(width)) if ids is None else set(ids.tolist())
-        new = sorted({token for token in forced if token is not None and token not in vocabulary})
-        columns = np.concatenate(
-            [np.arange(width) if ids is None else ids, np.array(new, np.int64)]
-        )
-        mask = np.ones((rows, len(columns)), bool)
-        mask[:, width:] = False
+        ids = ids_with(step, []).cpu().numpy()
+        new = sorted({token for token in forced if token is not None}.difference(ids.tolist()))
+        columns = np.concatenate([ids, np.array(new, np.int64)])
+        mask = np.ones((len(step.logits), len(columns)), bool)
         for row, (path, token) in enumerate(zip(paths, forced, strict=True)):
             mask[row] = (
                 self.constraint.allowed(path)[columns] if token is None else columns == token
             )
-            mask[row, width:] &= token is not None
         logits = torch.nn.functional.pad(step.logits.float(), (0, len(new)), value=-float("inf"))
         logits = logits.masked_fill(torch.from_numpy(~mask).to(logits.device), -float("inf"))
         marks = (
@@ -188,14 +185,6 @@ class Guided(Wrapped):
 
     def _path(self, tree: TokenTree, node: int) -> list[int]:
         return [*self.written, *tree.path_tokens(node)]
-
-
-def _grafted(tree: TokenTree, proposals: Free) -> TokenTree:
-    if not proposals.tokens:
-        return tree
-    grown = tree.to(tree.device)
-    grown.graft(proposals.parents, proposals.tokens, proposals.log_probs)
-    return grown
 
 
 # ---- origins
@@ -234,11 +223,9 @@ class Origins(Wrapped):
 
     def free(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
         proposals = self.inner.free(tree, nodes, most, least)
-        self._free = {}  # what a rule has only looked at
-        for parent, token, mark in (
-            zip(*proposals[:2], proposals.marks, strict=True) if proposals is not None else ()
-        ):
-            self._free[parent, token] = mark
+        entries = zip(*proposals[:2], proposals.marks, strict=True) if proposals is not None else ()
+        # in place of what a rule has only looked at
+        self._free = {(parent, token): mark for parent, token, mark in entries}
         return proposals
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from sys import float_info
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -238,11 +238,8 @@ class SuccessorTable:
         self._rows.clear()
 
 
-class Mixture(NamedTuple):
-    """A distribution mixed with copies: the share that is left of it, and the probability that each token gains."""
-
-    left: float
-    copied: dict[int, float]
+# a distribution mixed with copies: the share that is left of it, and the probability that each token gains
+Mixture = tuple[float, dict[int, float]]
 
 
 @dataclass
@@ -336,17 +333,17 @@ class Copies:
         columns = range(width) if self._columns is None else self._columns
         mixtures = [self._after(context) for context in self._contexts(*tree, nodes[: int(live)])]
         new = dict.fromkeys(
-            token for mixture in mixtures for token in mixture.copied if token not in columns
+            token for _, copied in mixtures for token in copied if token not in columns
         )
         place_of = {token: column for column, token in enumerate(new, width)}
         places = [
             row * (width + len(new)) + (place_of[token] if token in place_of else columns[token])
-            for row, mixture in enumerate(mixtures)
-            for token in mixture.copied
+            for row, (_, copied) in enumerate(mixtures)
+            for token in copied
         ]
-        gains = [probability for mixture in mixtures for probability in mixture.copied.values()]
+        gains = [probability for _, copied in mixtures for probability in copied.values()]
         return (
-            ([mixture.left for mixture in mixtures], places, gains, list(new)) if places else None
+            ([uncopied for uncopied, _ in mixtures], places, gains, list(new)) if places else None
         )
 
     def mix(
@@ -423,7 +420,7 @@ class Copies:
 
     def _after(self, context: Sequence[int]) -> Mixture:
         """Return the copies after `context`."""
-        mixture = Mixture(1.0, {})
+        uncopied, before = 1.0, dict[int, float]()
         for source in (self._written, self._expected):
             for length, followers in source.text.matches(context)[:1]:
                 weight = min(source.hits[length - 1] / source.tries[length - 1], self._ceiling)
@@ -434,10 +431,10 @@ class Copies:
                 copied = {
                     token: weight * (count / total) for token, count in commonest[: self._most]
                 }
-                for token, probability in mixture.copied.items():
+                for token, probability in before.items():
                     copied[token] = copied.get(token, 0.0) + (1 - weight) * probability
-                mixture = Mixture(mixture.left * (1 - weight), copied)
-        return mixture
+                uncopied, before = uncopied * (1 - weight), copied
+        return uncopied, before
 
     def _proposals(
         self, context: Sequence[int], least: float, table: SuccessorTable | None

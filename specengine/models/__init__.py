@@ -141,12 +141,8 @@ def free_memory() -> int:
 
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the length of the longest common prefix."""
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 class Successors(NamedTuple):

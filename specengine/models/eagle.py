@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specengine import ops
 from specengine.errors import require_input
 from specengine.models.attention import Prompt, attend, note_places
+from specengine.models.configs import rope_of
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
 from specengine.models.twins import Packed, worth_packing
@@ -28,13 +28,6 @@ from specengine.models.twins import Packed, worth_packing
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class RotatingAttend(ABC):
-    """Attend to queries and keys as they were projected, and rotate them itself."""
-
-    @abstractmethod
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 # those whose frequencies do not change with the length
@@ -101,6 +94,7 @@ class EagleConfig:
     temperatures: tuple[float, ...] = ()
 
     num_layers: ClassVar[int] = 1
+    mlp_bias: ClassVar[bool] = False  # as LlamaMLP reads it
 
     @property
     def kind(self) -> str:
@@ -114,9 +108,7 @@ class EagleConfig:
     @property
     def num_features(self) -> int:
         """Return how many hidden states of the target are read."""
-        if self.version == 1:
-            return 1
-        return 3 if self.layer_ids is None else len(self.layer_ids)
+        return len(self.feature_ids(0))
 
     def feature_ids(self, layers: int) -> tuple[int, ...]:
         """Return the hidden states read of a target of `layers` layers; EAGLE-1 reads the one after the final norm."""
@@ -198,7 +190,7 @@ class EagleHead(nn.Module, ABC):
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, attend: Attend) -> Rotation | None:
         """Return the rotation of queries and keys before `attend`; None where it rotates them itself."""
-        return None if isinstance(attend, RotatingAttend) else self.rope(positions, dtype)
+        return None if isinstance(attend, _RowAttention) else self.rope(positions, dtype)
 
     def readout(self, recurrent: Tensor) -> Tensor:
         """Return the states that the vocabulary head reads, [..., rows, hidden size]."""
@@ -300,7 +292,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = HeadAttention(config, width)
         self.post_attention_layernorm = _norm(config.hidden_size, config)
-        self.mlp = HeadMlp(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend
@@ -357,18 +349,6 @@ class HeadAttention(nn.Module):
         return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
 
-class HeadMlp(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
-
-
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [..., 1, rows, head size]
 
 
@@ -400,11 +380,6 @@ class Rope:
 
 def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
     """Return radians per position, float32 [head size / 2], and the factor on cosines and sines."""
-    if config.rope["rope_type"] == "default":
-        exponents = (
-            torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-        )
-        return 1.0 / config.rope["rope_theta"] ** exponents, 1.0
     as_llama = LlamaConfig(
         hidden_size=config.num_heads
         * config.head_dim,  # which transformers wants to agree, and frequencies do not read
@@ -414,7 +389,7 @@ def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
         rope_parameters=dict(config.rope),
     )
     with torch.device("cpu"):
-        return ROPE_INIT_FUNCTIONS[config.rope["rope_type"]](as_llama, torch.device("cpu"))
+        return rope_of(as_llama)
 
 
 def _rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
@@ -602,7 +577,7 @@ class _PromptAttention:
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
 
-class _RowAttention(RotatingAttend):
+class _RowAttention:
     """Attention of rows, which rotates them and puts their keys and values where they belong."""
 
     def __init__(

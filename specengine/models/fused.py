@@ -8,6 +8,7 @@ weights may become views of one tensor, which takes no memory.
 Families whose modules are known are served. The layers are compared with the modules before they are taken.
 """
 
+import copy
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +16,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from specengine import ops
 from specengine.models.attention import Prompt, attend, tree_attention_forward
 from specengine.models.kv_cache import KVCache, Rows
-from specengine.models.twins import is_changed
+from specengine.models.twins import QuantizedLinear, is_changed
 from specengine.ops import Rotation
 
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -59,13 +59,13 @@ def why_not(model: Any) -> str | None:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm, *_head_norms(attention)]
         parts = (
-            (layer, "DecoderLayer"),
-            (attention, "Attention"),
-            (mlp, "MLP"),
-            *((norm, "RMSNorm") for norm in norms),
+            (layer, classes["DecoderLayer"]),
+            (attention, classes["Attention"]),
+            (mlp, classes["MLP"]),
+            *((norm, classes["RMSNorm"]) for norm in norms),
+            (mlp.act_fn, *ACTIVATIONS),
         )
-        faults += [_fault(submodule, classes[name]) for submodule, name in parts]
-        faults += [_fault(mlp.act_fn, *ACTIVATIONS)]
+        faults += [_fault(*part) for part in parts]
         if any(norm.weight.dtype is not model.dtype for norm in norms):
             faults.append("its norms have another dtype")
     return next((fault for fault in faults if fault), None)
@@ -87,14 +87,24 @@ class Products:
 
     def __init__(self, parts: Sequence[nn.Module], *, merge: bool) -> None:
         self._parts = parts
-        self.merged = (
-            merge
-            and all(type(layer) is nn.Linear and not is_changed(layer) for layer in parts)
-            and len({layer.bias is None for layer in parts}) == 1
-        )
-        biased = self.merged and parts[0].bias is not None
-        self._weight = self._joined("weight") if self.merged else None
-        self._bias = self._joined("bias") if biased else None
+        stored = {  # class, and names, dtypes and widths of tensors
+            (
+                type(layer),
+                *(
+                    (name, tensor.dtype, tensor.shape[1:])
+                    for name, tensor in layer.named_parameters()
+                ),
+            )
+            for layer in parts
+        }
+        plain = type(parts[0]) in (nn.Linear, QuantizedLinear) and not any(map(is_changed, parts))
+        self.merged = merge and plain and len(stored) == 1
+        if self.merged:
+            self._product = copy.copy(parts[0])
+            vars(self._product)["_parameters"] = {
+                name: tensor if tensor is None else self._joined(name)
+                for name, tensor in vars(parts[0])["_parameters"].items()
+            }
 
     def _joined(self, name: str) -> Tensor:
         tensors: list[Any] = [getattr(layer, name) for layer in self._parts]
@@ -109,10 +119,10 @@ class Products:
         return joined
 
     def __call__(self, states: Tensor) -> Sequence[Tensor]:
-        if self._weight is None:
+        if not self.merged:
             return [layer(states) for layer in self._parts]
         sizes = [cast(nn.Linear, layer).out_features for layer in self._parts]
-        return torch.split(linear(states, self._weight, self._bias), sizes, -1)
+        return torch.split(self._product(states), sizes, -1)
 
 
 @dataclass
@@ -270,6 +280,5 @@ class Fused:
 
 def _window(attention: nn.Module) -> int | None:
     """Return the sliding window that the module hands to its attention."""
-    if type(attention).__name__ == "MistralAttention":
-        return getattr(attention.config, "sliding_window", None)
-    return getattr(attention, "sliding_window", None)
+    in_config = type(attention).__name__ == "MistralAttention"
+    return getattr(attention.config if in_config else attention, "sliding_window", None)

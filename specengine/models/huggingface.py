@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
@@ -89,30 +89,20 @@ class _PaddedSlabView(_SlabView):
         return keys, values
 
 
-class _ShapeRecorder(Cache):
-    """Notes each layer's key and value shapes and hands the tensors back."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, tuple[Any, ...]] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> Any:
-        self.shapes[layer_idx] = (
-            key_states.shape[1],
-            key_states.shape[-1],
-            value_states.shape[-1],
-            key_states.dtype,
-            key_states.device,
+def recorded(cache: DynamicCache) -> dict[int, tuple[Any, ...]]:
+    """Return by layer what it has put there: heads, sizes of a key and of a value, their dtype and device."""
+    layers = enumerate(cast(Any, cache).layers)
+    return {
+        number: (
+            layer.keys.shape[1],
+            layer.keys.shape[-1],
+            layer.values.shape[-1],
+            layer.keys.dtype,
+            layer.keys.device,
         )
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+        for number, layer in layers
+        if layer.is_initialized
+    }
 
 
 def slab_view(cache: KVCache, tree: Rows | Prompt, rows: int, *, dense: bool) -> _SlabView:
@@ -400,12 +390,7 @@ class CausalLM:
         """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         # The first such call may install hooks. On the twin: a packed twin of it would install them a second time.
-        out = self._twin.modules(
-            input_ids=token,
-            past_key_values=_ShapeRecorder(),
-            use_cache=True,
-            output_hidden_states=True,
-        )
+        out = self._twin.modules(input_ids=token, output_hidden_states=True)
         count = len(getattr(out, "hidden_states", None) or ())
         require_supported(
             f"{model_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; "
@@ -528,14 +513,15 @@ class CausalLM:
             return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
     def _record_layout(self) -> CacheLayout:
-        recorder = _ShapeRecorder()
+        cache = DynamicCache()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._twin.modules(input_ids=token, past_key_values=recorder, use_cache=True)
-        shapes = [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
+        self._twin.modules(input_ids=token, past_key_values=cache, use_cache=True)
+        by_layer = recorded(cache)
+        shapes = list(by_layer.values())
         if not shapes:
             raise NoTreesError(f"{model_name(self.model)}: it has no cache of keys and values")
         stored = {shape[3:] for shape in shapes}
-        if len(stored) != 1 or sorted(recorder.shapes) != list(range(len(shapes))):
+        if len(stored) != 1 or list(by_layer) != list(range(len(shapes))):
             raise NoTreesError(
                 f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
                 f"({sorted(map(str, stored))}); one dtype and device for all layers is needed"
@@ -563,11 +549,8 @@ class CausalLM:
         if self._twin.dense:
             return None
         prompt = Prompt(0)
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        arguments = {"attention_mask": self._twin.dummy_mask, "tree": prompt}
-        self._twin.modules(
-            input_ids=token, past_key_values=_ShapeRecorder(), use_cache=True, **arguments
-        )
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._twin.run(token, token, self.new_cache(1), prompt)
         kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(prompt.windows)
         expected = [self._twin.window if kind == SLIDING else None for kind in kinds]
         return (
@@ -699,8 +682,17 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
     tokens = torch.arange(11, 11 + TRIED, dtype=torch.int64, device="cpu") * 13 % lm.vocab_size
     alone = torch.cat([_siblings(lm, cache, token[None], padded) for token in tokens])
     for most in (PADDED_ROWS,) if padded else STRICT_ROWS:
-        sizes = [size for size in (2, 3, 5, 8, 12, 16, 24, 31, 32, PADDED_ROWS) if size <= most]
-        if all(_same_bits(lm, cache, tokens, alone, size, padded) for size in sizes):
+        samples = [  # others, and elsewhere, for each size
+            (torch.arange(size, dtype=torch.int64, device="cpu") * 5 + size) % TRIED
+            for size in (2, 3, 5, 8, 12, 16, 24, 31, 32, PADDED_ROWS)
+            if size <= most
+        ]
+        if all(
+            torch.equal(
+                _siblings(lm, cache, tokens[places], padded), alone[places.to(alone.device)]
+            )
+            for places in samples
+        ):
             return most
     require_supported(
         f"strict: on this {lm.device.type} a row of a {lm.dtype} matrix product changes with its place among "
@@ -712,14 +704,6 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
         "a tree cannot have the bits of plain decoding; use bfloat16 on a CPU with AMX, or graphs=True, which gives "
         "all forwards the same number of rows"
     )
-
-
-def _same_bits(
-    lm: CausalLM, cache: KVCache, tokens: Tensor, alone: Tensor, size: int, padded: bool
-) -> bool:
-    # others, and elsewhere, for each size
-    places = (torch.arange(size, dtype=torch.int64, device="cpu") * 5 + size) % TRIED
-    return torch.equal(_siblings(lm, cache, tokens[places], padded), alone[places.to(alone.device)])
 
 
 def _siblings(lm: CausalLM, cache: KVCache, tokens: Tensor, padded: bool) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -226,7 +227,6 @@ class Rows:
     places: Tensor | None = field(default=None, init=False, repr=False)
     # masks by window, see attention.py
     near: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
-    _seen: Tensor | None = field(default=None, init=False, repr=False)
     _mask: Any = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -239,12 +239,10 @@ class Rows:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    @property
+    @cached_property
     def seen(self) -> Tensor:
         """Return int32 [1]: the number of slots after the prefix, those of the rows included."""
-        if self._seen is None:
-            self._seen = (self.slot - self.prefix + self.live).int()
-        return self._seen
+        return (self.slot - self.prefix + self.live).int()
 
     @property
     def end(self) -> int:
@@ -286,13 +284,7 @@ def causal_words(rows: int, device: torch.device | str = "cpu") -> Tensor:
 
     int64 [rows, ceil(rows / 64)].
     """
-    place = torch.arange(rows, device=device, dtype=torch.int64)
-    bits = (
-        place[:, None]
-        >= torch.arange(words_for(rows) * WORD_BITS, device=device, dtype=torch.int64)
-    ).long()
-    shifted = bits << (torch.arange(bits.shape[1], device=device, dtype=torch.int64) % WORD_BITS)
-    return shifted.view(rows, -1, WORD_BITS).sum(-1)
+    return ops.own_bits(rows, torch.device(device)).cumsum(0)  # of distinct bits: a union
 
 
 class LanguageModel(Protocol):

@@ -1,8 +1,9 @@
 """Notice changes of a loaded model since an engine took it: of its modules, settings and numbers."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,10 +99,13 @@ class Watch:
 
     def contents(self) -> list[Any]:
         """Return checksums of all parameters and buffers; of a tensor that cannot be read, a value like no other."""
-        tensors = {
-            id(tensor): tensor
-            for tensor in (*self._model.parameters(), *_steady_buffers(self._model))
-        }
+        buffers = (
+            buffer
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not _changes_itself(module, name)
+        )
+        tensors = {id(tensor): tensor for tensor in (*self._model.parameters(), *buffers)}
         return checksums(list(tensors.values()))
 
 
@@ -116,29 +120,12 @@ def checksums(tensors: list[Tensor]) -> list[Any]:
         else:
             parts = _numbers_of(tensor)
             sums.append(object() if parts is None else tuple(_checksum(dense) for dense in parts))
-    return _read(sums)
-
-
-def _read(values: list[Any]) -> list[Any]:
-    """Return the values with their tensors as numbers; a device is waited for once."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for scalar in (
-        scalar
-        for value in values
-        if isinstance(value, tuple)
-        for scalar in value
-        if isinstance(scalar, Tensor)
-    ):
-        by_device.setdefault(scalar.device, []).append(scalar)
-    numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in by_device.items()}
+    # together, so that a device is waited for once
+    scalars = [scalar for each in sums if isinstance(each, tuple) for scalar in each]
+    together = [scalar.to(scalars[0].device, non_blocking=True) for scalar in scalars]
+    numbers = iter(torch.stack(together).tolist() if together else ())
     return [
-        tuple(
-            next(numbers[scalar.device]) if isinstance(scalar, Tensor) else scalar
-            for scalar in value
-        )
-        if isinstance(value, tuple)
-        else value
-        for value in values
+        tuple(next(numbers) for _ in each) if isinstance(each, tuple) else each for each in sums
     ]
 
 
@@ -177,7 +164,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     )
     table = numbers[:whole].view(torch.int64).view(-1, _COLUMNS)
     parts = table.sum(0), table.sum(1), numbers[whole:].to(torch.int64)
-    weights = _odd_numbers(max(map(len, parts)), tensor.device)
+    weights = _odd_numbers(1 << max(map(len, parts)).bit_length(), tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for salt, bits in enumerate(parts, start=1):
         mixed = (bits + salt) * weights[: len(bits)]
@@ -186,16 +173,13 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 _COLUMNS = 4096  # of 8 bytes each
-_odd: dict[torch.device, Tensor] = {}
 
 
+@cache
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return `count` odd numbers, int64; a larger count begins with the same ones."""
-    numbers = _odd.get(device)
-    if numbers is None or len(numbers) < count:
-        places = torch.arange(max(count, _COLUMNS), dtype=torch.int64, device=device).mul_(2)
-        numbers = _odd[device] = places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)
-    return numbers
+    places = torch.arange(count, dtype=torch.int64, device=device).mul_(2)
+    return places.mul_(0x5851F42D4C957F2D).add_(0x14057B7EF767814F)
 
 
 def _kind(module: nn.Module) -> tuple[type, Any]:
@@ -307,17 +291,8 @@ class _Reading:
 
 def _changes_itself(module: nn.Module, name: str) -> bool:
     """Return whether forwards change this buffer, such as frequencies that depend on the length of the text."""
-    if name not in ("inv_freq", "max_seq_len_cached", "attention_scaling"):
-        return False
     kinds = module.__dict__.get("rope_type")
-    return any(
+    return name in ("inv_freq", "max_seq_len_cached", "attention_scaling") and any(
         kind in ("dynamic", "longrope")
         for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
     )
-
-
-def _steady_buffers(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not _changes_itself(module, name):
-                yield buffer

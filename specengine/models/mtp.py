@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PretrainedConfig
+from transformers.cache_utils import DynamicCache
 
 from specengine.errors import (
     UnsupportedModelError,
@@ -23,7 +24,7 @@ from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import NO_MEMORY, empty_model, family_of, with_buffers
 from specengine.models.eagle import DraftHead, require_sizes
 from specengine.models.families import SLIDING
-from specengine.models.huggingface import _ShapeRecorder, slab_view
+from specengine.models.huggingface import recorded, slab_view
 from specengine.models.kv_cache import CachedTarget, CacheLayout, KVCache, LanguageModel, Rows
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
@@ -223,14 +224,14 @@ class MtpHead(DraftHead):
     @torch.inference_mode()
     def _layout(self) -> CacheLayout:
         """Return what a cache keeps of the block. UnsupportedModelError if it keeps no keys and values."""
-        recorder = _ShapeRecorder()
+        cache = DynamicCache()
         hidden = torch.zeros(
             1, int(self.module.fc.out_features), dtype=self.dtype, device=self._target.device
         )
         token = torch.zeros(1, dtype=torch.int64, device=self._target.device)
         self.module.block_config._attn_implementation = "eager"
         try:
-            self._through(hidden, token, token, recorder, {"attention_mask": None})
+            self._through(hidden, token, token, cache, {"attention_mask": None})
         except NO_MEMORY:
             raise
         except Exception as error:  # modules of any kind may raise anything
@@ -238,10 +239,11 @@ class MtpHead(DraftHead):
             raise UnsupportedModelError(
                 f"draft: the MTP head fails on a token ({type(error).__name__}: {text:.200})"
             ) from error
+        shapes = recorded(cache)
         require_supported(
-            "draft: the MTP head's layer keeps no keys and values", list(recorder.shapes) == [0]
+            "draft: the MTP head's layer keeps no keys and values", list(shapes) == [0]
         )
-        return CacheLayout.of([recorder.shapes[0][:3]], self.dtype, self._target.device)
+        return CacheLayout.of([shapes[0][:3]], self.dtype, self._target.device)
 
 
 # ---- Gemma 4's assistants

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
 
-from specengine.errors import SpecEngineError, require_supported
+from specengine.errors import SpecEngineError
 from specengine.models.configs import NO_MEMORY
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.kv_cache import CacheLayout, Logits
@@ -25,7 +25,6 @@ from specengine.models.refusals import (
     NoTreesError,
     errors_named,
     mixing,
-    model_name,
     refuse_others,
 )
 from specengine.ops.tree import TokenTree, path_of
@@ -131,17 +130,6 @@ class OwnCacheLM(CausalLM):
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
 
-    @torch.inference_mode()
-    def prepare_features(self, ids: tuple[int, ...]) -> None:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        out = self._twin.modules(input_ids=token, output_hidden_states=True)
-        count = len(getattr(out, "hidden_states", None) or ())
-        require_supported(
-            f"{model_name(self.model)}: gives {count} hidden states on its own cache, and this draft reads "
-            f"{', '.join(map(str, ids))} of {self.layers + 1}",
-            count == self.layers + 1 and all(0 <= i < count for i in ids),
-        )
-
     def extend(  # type: ignore[override]
         self,
         cache: OwnCache,
@@ -159,10 +147,8 @@ class OwnCacheLM(CausalLM):
         self.seconds += time.perf_counter() - began
         states = [states for _, states in ran if states is not None]
         all_states = torch.cat(states) if states else None
-        if logits == "none":
-            return None, all_states
-        rated = ran if logits == "all" else ran[-1:]
-        return torch.cat([rows for rows, _ in rated]), all_states
+        rated = [rows for rows, _ in (ran if logits == "all" else ran[-1:])]
+        return None if logits == "none" else torch.cat(rated), all_states
 
     def _run(
         self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, every: bool
@@ -235,7 +221,7 @@ class OwnCacheLM(CausalLM):
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
         """
         began = time.perf_counter()
-        paths = TreePaths.of(tree)
+        paths = TreePaths(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
         token_rows = torch.tensor(rows, dtype=torch.int64, device=self.device)
         out = self._forward(
@@ -315,20 +301,20 @@ class TreePaths:
     nodes: of each path; row, depth: int64 [nodes of the tree], where each node stands; held: caches after them.
     """
 
-    def __init__(self, nodes: list[list[int]], size: int) -> None:
-        self.nodes, self.longest = nodes, max(map(len, nodes))
+    def __init__(self, tree: TokenTree) -> None:
+        parents = tree.parents.tolist()
+        leaves = sorted({*range(len(parents))}.difference(parents))
+        self.nodes = [path_of(parents, leaf) for leaf in leaves]
+        self.longest = max(map(len, self.nodes))
         self.held: dict[str, Any] = {}
         places = {
-            node: (row, depth) for row, path in enumerate(nodes) for depth, node in enumerate(path)
+            node: (row, depth)
+            for row, path in enumerate(self.nodes)
+            for depth, node in enumerate(path)
         }
-        self.row, self.depth = ([places[node][part] for node in range(size)] for part in (0, 1))
-
-    @classmethod
-    def of(cls, tree: TokenTree) -> TreePaths:
-        parents = tree.parents.tolist()
-        inner = set(parents)
-        leaves = (node for node in range(len(parents)) if node not in inner)
-        return cls([path_of(parents, leaf) for leaf in leaves], len(parents))
+        self.row, self.depth = (
+            [places[node][part] for node in range(len(parents))] for part in (0, 1)
+        )
 
     def tokens(self, tree: TokenTree) -> list[list[int]]:
         """Return the tokens of each row."""

@@ -7,7 +7,7 @@ time of a few rows, and takes a second copy of these weights in memory.
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from specengine import ops
 from specengine.models import free_memory
 from specengine.models.extension import is_plain
+from specengine.ops import QuantizedWeight
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -122,6 +124,83 @@ def _rebind(module_copy: nn.Module, copies: dict[int, nn.Module]) -> None:
             )
 
 
+# ---- quantised
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose weight stays codes and scales, as ops.packed_linear takes them."""
+
+    def __init__(self, linear: nn.Linear, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        for name, tensor in weight._asdict().items():
+            parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weight = QuantizedWeight(*(getattr(self, name) for name in QuantizedWeight._fields))
+        return ops.packed_linear(rows.flatten(0, -2), weight, self.bias).view(*rows.shape[:-1], -1)
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of the plain linear layers of a model."""
+    return [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
+
+
+def quantize(model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]]) -> None:
+    """Replace the linear layers of these names by layers of these weights."""
+    for name, weight in weights:
+        layer = cast(nn.Linear, model.get_submodule(name))
+        model.set_submodule(name, QuantizedLinear(layer, weight))
+
+
+# kinds of GGUF's blocks, and their bytes
+BLOCKS = {"q8_0": 34, "q4_0": 18, "q5_0": 22, "q4_k": 144, "q6_k": 210}
+
+
+def quantized_blocks(kind: str, rows: Tensor) -> QuantizedWeight:
+    """Return what the blocks of a GGUF file say, uint8 [outputs, bytes], on other places: no number changes.
+
+    Source of the layouts: ggml/src/ggml-common.h.
+    """
+    blocks = rows.unflatten(1, (-1, BLOCKS[kind]))
+    if kind.endswith("_0"):
+        scales = blocks[..., :2].contiguous().view(torch.float16).flatten(1)
+        codes = blocks[..., 2:]
+        if kind == "q5_0":
+            bits = torch.arange(8, dtype=torch.uint8, device="cpu")
+            fifths = (codes[..., :4, None] >> bits & 1).flatten(2) << 4
+            codes = torch.cat((codes[..., 4:] & 15, codes[..., 4:] >> 4), 2) + fifths - 16
+        dtype = torch.uint8 if kind == "q4_0" else torch.int8
+        return QuantizedWeight(codes.flatten(1).view(dtype), scales)
+    if kind == "q6_k":
+        low, high = blocks[..., :128].unflatten(2, (2, 1, 64)), blocks[..., 128:192]
+        shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device="cpu")
+        upper = (high.unflatten(2, (2, 1, 32)) >> shifts & 3).flatten(3) << 4
+        codes = (torch.cat((low & 15, low >> 4), 3).flatten(3) | upper).to(torch.int8) - 32
+        scales = blocks[..., 192:208].flatten(1).view(torch.int8)
+        units = blocks[..., 208:].contiguous().view(torch.float16)
+        return QuantizedWeight(codes.flatten(1), scales, None, units)
+    units = blocks[..., :4].contiguous().view(torch.float16)
+    first, second, both = blocks[..., 4:16].unflatten(2, (3, 4)).unbind(2)
+    scales = torch.cat((first & 63, both & 15 | first >> 6 << 4), 2).flatten(1)
+    offsets = torch.cat((second & 63, both >> 4 | second >> 6 << 4), 2).flatten(1)
+    pairs = blocks[..., 16:].unflatten(2, (4, 1, 2, 16))
+    halves = torch.cat((pairs & 15, pairs >> 4), 3)  # of two groups of 32 codes
+    codes = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(1)
+    return QuantizedWeight(codes, scales, offsets, units)
+
+
+@torch.no_grad()
+def quantized_rows(weight: Tensor) -> QuantizedWeight:
+    """Round a weight to int8 with a scale for each output, as the native forward does."""
+    wide = weight.float()
+    scales = wide.abs().amax(1, keepdim=True) / 127
+    codes = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+    return QuantizedWeight(codes.to(torch.int8), scales)
+
+
 # ---- packed
 
 
@@ -182,20 +261,17 @@ class Packed:
 def worth_packing(model: nn.Module) -> bool:
     """Return whether packing speeds this model up here, and a second copy of the weights fits well into memory."""
     weights = [linear.weight for linear in packable(model)]
-    if (
-        not weights
-        or not torch.backends.mkldnn.is_available()
-        or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
-        return False
-    return sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * free_memory()
+    return (
+        bool(weights)
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * free_memory()
+    )
 
 
-def packable(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the linear layers that can be packed: plain ones, in bfloat16, on the CPU."""
-    for module in model.modules():
-        if _is_packable(module):
-            yield cast(nn.Linear, module)
+def packable(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers that can be packed: plain ones, in bfloat16, on the CPU."""
+    return [cast(nn.Linear, module) for module in model.modules() if _is_packable(module)]
 
 
 def _packed(module: nn.Module, done: dict[int, PackedLinear]) -> PackedLinear | None:
@@ -217,5 +293,9 @@ def _is_packable(module: nn.Module) -> bool:
         return False
     # quantised, a layer may have no weight
     weight, bias = vars(module)["_parameters"].get("weight"), module.bias
-    plain = is_plain(weight) and (bias is None or is_plain(bias)) and nn.Linear.forward is _LINEAR
-    return plain and weight.dtype is torch.bfloat16
+    return (
+        is_plain(weight)
+        and weight.dtype is torch.bfloat16
+        and (bias is None or is_plain(bias))
+        and nn.Linear.forward is _LINEAR
+    )

@@ -50,6 +50,7 @@ from specengine.ops.choose import (
     truncate,
 )
 from specengine.ops.networks import (
+    QuantizedWeight,
     Window,
     add_rms_norm,
     beam_observation,
@@ -57,6 +58,7 @@ from specengine.ops.networks import (
     classify_paths,
     classify_row,
     mlp,
+    packed_linear,
     silu_mul,
 )
 from specengine.ops.queue import Drawn, Queues, Search, step_queues
@@ -102,7 +104,6 @@ from specengine.ops.worth import (
     SearchState,
     Throughput,
     bind_search,
-    cell_of,
     cells_of,
     chances,
     count_outcomes,
@@ -140,6 +141,7 @@ __all__ = [
     "PassRows",
     "Paths",
     "Prices",
+    "QuantizedWeight",
     "Queues",
     "Rotation",
     "Search",
@@ -162,7 +164,6 @@ __all__ = [
     "bind_search",
     "by_meaning",
     "cached_attention",
-    "cell_of",
     "cells_of",
     "chances",
     "choose_tokens",
@@ -189,6 +190,7 @@ __all__ = [
     "order_paths",
     "own_bits",
     "pack_mask",
+    "packed_linear",
     "philox4x32",
     "philox_uniform",
     "precision",

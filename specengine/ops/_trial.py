@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specengine.ops import attention
 from specengine.ops._registry import OPS, meaning
+from specengine.ops.networks import QuantizedWeight
 from specengine.ops.tree import ancestor_words
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; integers must be equal
@@ -281,6 +282,23 @@ def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
     return [(*_rows(device), mask, 60)]
 
 
+def _packed_linear(device: torch.device) -> list[tuple[Any, ...]]:
+    """Return rows in bfloat16 for each kind of tiles, with codes of eight bits and of four, in groups and without."""
+    codes = (_wave(device, 70, 1024) * 42).to(torch.int8)
+    scales = _wave(device, 70, 32).abs() / 4096
+    small = (scales * 16384).to(torch.uint8)
+    units = _wave(device, 70, 4, 2).abs().half() / 4096
+    weights = (
+        QuantizedWeight(codes, scales[:, :1].contiguous()),
+        QuantizedWeight(codes[:, :512].contiguous().view(torch.uint8), small, small.flip(1), units),
+        QuantizedWeight(codes, scales.half()),
+    )
+    return [
+        (_wave(device, rows - 3, 1024).bfloat16(), weight, _wave(device, 70).bfloat16())
+        for rows, weight in zip(PACKED_ROWS, weights, strict=True)
+    ]
+
+
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
 # Ops that could change an answer: the target's attention and choices, the walk, and the cache. The others draft, build
 # trees, or are compared with the modules that they replace (fused layers). The first of these that a backend has stands
@@ -294,6 +312,7 @@ INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
         Heads(SIZE, 2, torch.float32), device
     ),
     "tree_attention": _tree_attention,
+    "packed_linear": _packed_linear,
 }
 
 

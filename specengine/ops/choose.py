@@ -205,18 +205,8 @@ def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
 
 def philox_uniform(seed: int, position: int, n: int) -> Tensor:
     """Return the uniforms of `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
-    index = torch.arange(-(-n // 4), dtype=torch.int64, device="cpu")
-    position &= MASK64
-    counter = (
-        index,
-        index.new_tensor(position & 0xFFFFFFFF),
-        index.new_tensor(position >> 32),
-        index.new_tensor(0),
-    )
-    words = torch.stack(
-        torch.broadcast_tensors(*philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))),
-        1,
-    )
+    key, place = torch.tensor([[signed(seed)], [signed(position)]], dtype=torch.int64, device="cpu")
+    words = _words(key, place, torch.arange(-(-n // 4), dtype=torch.int64, device="cpu"))
     return (words.reshape(-1)[:n].double() + 0.5) / 2.0**32
 
 

@@ -325,20 +325,14 @@ def step_queues(
     log_probs = torch.empty(budget, device=device, dtype=torch.float32)
     counts = torch.empty(2, dtype=torch.int32, device=device)
     drawn = Drawn(parents, tokens, log_probs, counts[:1], Nodes(expand, counts[1:]))
-    lists = [part.data_ptr() for part in queues], [part.data_ptr() for part in found[:4]]
-    out = [
-        part.data_ptr()
-        for part in (parents, tokens, log_probs, drawn.live, expand, drawn.expand.live)
-    ]
-    most = found.scores.shape[0]
     step = BestFirstStep(
-        (_P * 7)(*lists[0]),
+        _addresses(*queues),
         budget,
-        (_P * 4)(*lists[1]),
-        most,
+        _addresses(*found[:4]),
+        found.scores.shape[0],
         _addresses(nodes, depths, token_ids),
         *search,
-        (_P * 6)(*out),
+        _addresses(parents, tokens, log_probs, drawn.live, expand, drawn.expand.live),
     )
     launch(
         STEP,

@@ -196,6 +196,55 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
+class QuantizedWeight(NamedTuple):
+    """A matrix of codes, all tensors contiguous. A number is code * scale - offset, in float32.
+
+    codes    int8 [outputs, inputs]; or uint8 [outputs, inputs / 2], two codes of four bits to a byte: byte i of each 16
+             has in its lower half the code of input i of 32, in its upper one that of i + 16
+    scales   of groups of inputs, [outputs, groups]: floating, or int8 or uint8 in `units`
+    offsets  the same of groups; None for 0, and 8 is then the zero of codes of four bits
+    units    float16 [outputs, inputs / 256, 1 or 2], of scales and of offsets; None for 1
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+    units: Tensor | None = None
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * (1 + (self.codes.dtype is torch.uint8))
+
+    def numbers(self) -> Tensor:
+        """Return the matrix, float32 [outputs, inputs]."""
+        codes, scales = self.codes, self.scales.float()
+        offsets = torch.zeros_like(scales) if self.offsets is None else self.offsets.float()
+        if codes.dtype is torch.uint8:
+            halves = codes.unflatten(1, (-1, 16))
+            unsigned = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+            codes = unsigned.to(torch.int8) - 8 * (self.offsets is None)
+        if self.units is not None:
+            units = self.units.float().repeat_interleave(scales.shape[1] // self.units.shape[1], 1)
+            scales = scales * units[..., 0]
+            offsets = offsets * units[..., -1]
+        levels = codes.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]
+        return (levels - offsets[..., None]).flatten(1)
+
+
+@op
+def packed_linear(states: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a quantised matrix, whose numbers are rounded to the dtype of the rows or left as they are.
+
+    states: floating [n, inputs]; bias: floating [outputs]. Returns [n, outputs] in their dtype.
+    """
+    require(
+        f"states: floating [n, {weight.inputs}]; bias: floating [{len(weight.codes)}]", states, bias
+    )
+    if run := kernels.packed_linear[states.device]:
+        return run(states, weight, bias)
+    return linear(states, weight.numbers().to(states.dtype), bias)
+
+
 @op
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, both floating [n, channels] of one dtype, in which each step is rounded."""

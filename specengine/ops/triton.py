@@ -20,6 +20,7 @@ from specengine_kernels import (
     kv_compaction,
     verification,
 )
+from specengine_kernels import packed_linear as linear_kernel
 from specengine_kernels import rms_norm as norm_kernel
 from specengine_kernels import rope_store as rope_kernel
 from specengine_kernels import silu_mul as silu_kernel
@@ -366,6 +367,14 @@ def add_rms_norm(
     return norm_kernel.add_rms_norm(states, residual, weight, eps)
 
 
+def packed_linear(states: Tensor, weight: networks.QuantizedWeight, bias: Tensor | None) -> Tensor:
+    if states.stride(1) != 1 or not len(states):
+        return by_meaning(networks.packed_linear, states, weight, bias)
+    return linear_kernel.packed_linear(
+        states, linear_kernel.Weight(*weight), bias, upcast=INTERPRETED
+    )
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if not gate.stride(1) == up.stride(1) == 1 or not len(gate):
         return by_meaning(networks.silu_mul, gate, up)
@@ -403,15 +412,13 @@ def _lengths(
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Return the functions above, each named as its op."""
-    functions = {
-        name: value
-        for name, value in globals().items()
-        if getattr(value, "__module__", None) == __name__
-    }
     return {
-        name: _on_its_device(function)
-        for name, function in functions.items()
-        if inspect.isfunction(function) and name[0] != "_" and name != "implementations"
+        name: _on_its_device(value)
+        for name, value in globals().items()
+        if inspect.isfunction(value)
+        and value.__module__ == __name__
+        and name[0] != "_"
+        and name != "implementations"
     }
 
 

@@ -18,10 +18,9 @@ from specengine.ops.tree import (
     Counters,
     Free,
     Nodes,
-    Number,
     append_nodes,
+    depths_of,
     graft,
-    held,
     select_best,
 )
 
@@ -142,20 +141,8 @@ def cells_of(group: Tensor, sources: Tensor | None, depths: Tensor, places: Tens
     """Return the cells of nodes, int64, by group, source (None: 0), depth and place, which broadcast."""
     deep = (depths - 1).clamp(0, DEPTHS - 1)
     rank = (places - (places > 3).long()).clamp(max=RANKS - 1)
-    return held(_cell(group, 0 if sources is None else sources.long(), deep, rank))
-
-
-def cell_of(group: int, source: int, depth: int, place: int) -> int:
-    """Return the cell of one node."""
-    return int(
-        _cell(
-            group, source, min(max(depth - 1, 0), DEPTHS - 1), min(place - (place > 3), RANKS - 1)
-        )
-    )
-
-
-def _cell(group: Number, source: Number, deep: Number, rank: Number) -> Number:
-    return ((group * SOURCES + source) * DEPTHS + deep) * RANKS + rank
+    source = group * SOURCES if sources is None else group * SOURCES + sources.long()
+    return (source * DEPTHS + deep) * RANKS + rank
 
 
 def relation_of(depth: int, later: bool) -> int:
@@ -554,12 +541,12 @@ def _is_covered(free: Free, tree: Arrays, size: Tensor, state: SearchState) -> b
 
 def _read(free: Free, tree: Arrays, size: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
     """Return stated log-probabilities and cells of free nodes."""
-    depths, cells, group = tree[2][: int(size)].tolist(), [], int(counts.group)
-    for parent, mark, rank in zip(free.parents, free.marks, free.ranks, strict=True):
-        depths.append(depths[parent] + 1)
-        cells.append(cell_of(group, mark, depths[-1], min(rank, PLACES - 1)))
-    edges = torch.tensor(free.log_probs, device=size.device, dtype=torch.float32)
-    return edges, torch.tensor(cells, device=size.device, dtype=torch.int64)
+    first, device = int(size), size.device
+    depths = depths_of([*tree[1][:first].tolist(), *free.parents])[first:]
+    facts = (free.marks, depths, free.ranks)
+    marks, below, ranks = torch.tensor(facts, dtype=torch.int64, device=device)
+    cells = cells_of(counts.group, marks, below, ranks.clamp(max=PLACES - 1))
+    return torch.tensor(free.log_probs, device=device, dtype=torch.float32), cells
 
 
 @op

@@ -232,22 +232,18 @@ def require_sizes(policy: TreePolicy) -> None:
     for name in ("capacity", "budget"):
         try:
             value = getattr(policy, name)
+            fits = not isinstance(value, bool) and 1 <= operator.index(value) <= MAX_NODES
         except NotImplementedError:
             raise PolicyError(
                 f"{name_of(policy)}.{name}: it states none; accepted {_SIZES}"
             ) from None
-        if not _is_size(value):
+        except TypeError:
+            fits = False
+        if not fits:
             raise PolicyError(f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}")
 
 
 _SIZES = f"how many nodes its trees can have, 1 to {MAX_NODES}"
-
-
-def _is_size(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and 1 <= operator.index(value) <= MAX_NODES
-    except TypeError:
-        return False
 
 
 def no_nodes(policy: TreePolicy, method: str, returned: Any) -> PolicyError:
@@ -268,14 +264,11 @@ def endless(policy: TreePolicy) -> PolicyError:
 
 def twins(policy: TreePolicy | None, tokens: Sequence[int], parents: Sequence[int]) -> PolicyError:
     """Return the error of a tree in which two siblings carry the same token."""
-    nodes_by_edge: dict[tuple[int, int], int] = {}
-    for node, edge in enumerate(zip(parents, tokens, strict=True)):
-        if edge in nodes_by_edge:
-            break
-        nodes_by_edge[edge] = node
+    edges = list(zip(parents, tokens, strict=True))
+    node, edge = next(item for item in enumerate(edges) if item[1] in edges[: item[0]])
     name = "" if policy is None else f"{name_of(policy)}: "
     return PolicyError(
-        f"{name}tree: nodes {nodes_by_edge[edge]} and {node} below node {edge[0]} both carry token {edge[1]}; "
+        f"{name}tree: nodes {edges.index(edge)} and {node} below node {edge[0]} both carry token {edge[1]}; "
         "siblings must carry distinct tokens, as must the columns of a Step"
     )
 

@@ -291,7 +291,7 @@ class CheckedRequest:
             ids = self.prompt_ids(engine, limits, still_wanted)
         most = self.settings.max_prompt_tokens
         if most is not None and len(ids) > most:
-            raise ContextLengthError.of(
+            raise ContextLengthError(
                 f"prompt: it has {len(ids)} tokens, accepted at most {most} on this server",
                 len(ids),
                 most,

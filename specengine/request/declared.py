@@ -67,8 +67,12 @@ def _check_callables(name: str, value: Any) -> None:
 def _check_config(name: str, value: Any) -> None:
     from transformers import GenerationConfig
 
-    accepted = "a transformers.GenerationConfig"
-    require(name, type(value).__name__, accepted, isinstance(value, GenerationConfig))
+    require(
+        name,
+        type(value).__name__,
+        "a transformers.GenerationConfig",
+        isinstance(value, GenerationConfig),
+    )
 
 
 # ---- declarations

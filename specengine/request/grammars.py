@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -84,7 +85,9 @@ def _fault(grammar: str) -> str:
     except NoReaderError:
         log.warning("schemas and grammars are read in this process, as no other can be started")
         is_wrong, messages = _deeply(
-            lambda: library().LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits()),
+            lambda: library().LLMatcher.validate_grammar_with_warnings(
+                grammar, limits=library().LLParserLimits(**LIMITS)
+            ),
             len(grammar),
         )
         return str(messages[0]) if is_wrong else ""
@@ -160,17 +163,12 @@ def _check_size(field: str, parts: list[Any]) -> None:
         )
 
 
-def _limits() -> Any:
-    return library().LLParserLimits(**LIMITS)
-
-
 def _deeply(call: Callable[[], T], size: int) -> T:
     """Return the result of `call` on a stack that is deep enough for the library's recursion over references.
 
     size: characters of the text; a large one is read while other work goes on.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    answer = Future[T]()
 
     def run() -> None:
         try:
@@ -178,20 +176,17 @@ def _deeply(call: Callable[[], T], size: int) -> T:
                 size > _LARGE and sys.platform == "linux"
             ):  # where a thread has a niceness of its own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            results.append(call())
+            answer.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            answer.set_exception(error)
 
     with _setting_stack:
         before = threading.stack_size(2 * STACK_BYTES)
         try:
-            (thread := threading.Thread(target=run, daemon=True)).start()
+            threading.Thread(target=run, daemon=True).start()
         finally:
             threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return answer.result()
 
 
 class Vocabularies:
@@ -211,7 +206,9 @@ class Vocabularies:
         """
         vocabulary = self._vocabulary(field, tuple(ends))
         matcher = _deeply(
-            lambda: library().LLMatcher(vocabulary, grammar, log_level=0, limits=_limits()),
+            lambda: library().LLMatcher(
+                vocabulary, grammar, log_level=0, limits=library().LLParserLimits(**LIMITS)
+            ),
             len(grammar),
         )
         if matcher.is_error():

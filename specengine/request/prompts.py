@@ -79,7 +79,7 @@ def token_ids(  # noqa: PLR0913
     if len(ids) >= max_context:
         message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
         message += f"the context here is {max_context} and an answer needs room; {CONTEXT_SOURCES}"
-        raise ContextLengthError.of(message, len(ids), max_context, max_context - 1)
+        raise ContextLengthError(message, len(ids), max_context, max_context - 1)
     return ids
 
 
@@ -242,18 +242,22 @@ def _from_messages(
         )
         for text in texts_in(message, MAX_NESTED):
             _require_unicode("prompt", text)
-    for text in texts_in(list(tools or []), MAX_NESTED):
-        _require_unicode("tools", text)
-    for text in texts_in(dict(template or {}), MAX_NESTED):
-        _require_unicode("chat_template_kwargs", text)
+    beside = {"tools": list(tools or []), "chat_template_kwargs": dict(template or {})}
+    for field, value in beside.items():
+        for text in texts_in(value, MAX_NESTED):
+            _require_unicode(field, text)
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
     values = [*texts, *(tools or []), dict(template or {})]
     if special is not None and any(map(special.pattern.search, texts_in(values, MAX_NESTED))):
         return special.encode(texts, room, tools, template)
     tools, options = None if tools is None else list(tools), _ENDED | dict(template or {})
-    if fills_itself(tokenizer):
-        return filled_ids(tokenizer, texts, tools, **options)
+    if fills_itself(tokenizer):  # it may read other text as special tokens
+        with _refusing("prompt"):
+            filled_in: Any = tokenizer.apply_chat_template(
+                texts, tools=tools, return_dict=True, **options
+            )
+            return list(filled_in["input_ids"])
     text = filled(tokenizer, texts, tools, "prompt", **options)
     room.require("prompt", [text], tokenizer)
     return _tokenized(tokenizer, text, add_special_tokens=False)
@@ -298,7 +302,11 @@ class SpecialText(NamedTuple):
         """Return the texts of a tokenizer, or None where it has no special tokens."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = sorted({token.content for token in added if token.special}, key=len, reverse=True)
-        return cls(tokenizer, texts, re.compile("|".join(map(re.escape, texts)))) if texts else None
+        return (
+            cls(tokenizer, texts, re.compile(f"({'|'.join(map(re.escape, texts))})"))
+            if texts
+            else None
+        )
 
     def encode(
         self, messages: list[dict[str, Any]], room: Room, tools: Tools, template: Template
@@ -334,16 +342,14 @@ class SpecialText(NamedTuple):
         )
 
     def _pieces(self, text: str, restored: Callable[[str], str] = str) -> list[int]:
-        ids, end = [], 0
-        for match in [*self.pattern.finditer(text), None]:
-            piece = text[end:] if match is None else text[end : match.start()]
-            if piece:
+        ids = []
+        for place, piece in enumerate(self.pattern.split(text)):
+            if place % 2:  # a special token
+                ids.append(self.tokenizer.convert_tokens_to_ids(piece))
+            elif piece:
                 ids += self.tokenizer(restored(piece), add_special_tokens=False, **_AS_TEXT)[
                     "input_ids"
                 ]
-            if match is not None:
-                ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
-                end = match.end()
         return ids
 
 
@@ -397,16 +403,6 @@ def filled(
                 tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
             )
         return _filled(tokenizer, messages, tools, options)
-
-
-def filled_ids(tokenizer: Any, messages: Messages, tools: Any = None, **options: Any) -> list[int]:
-    """Return the token ids of messages by a tokenizer that `fills_itself`: it may read other text as special tokens."""
-    with _refusing("prompt"):
-        return list(
-            tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, **options)[
-                "input_ids"
-            ]
-        )
 
 
 def fills_itself(tokenizer: Any) -> bool:
@@ -506,7 +502,7 @@ class Room:
         message = f"{field}: {message}"
         if field != "prompt":
             return InputError(message)
-        return ContextLengthError.of(message, tokens, self.tokens, self.tokens - 1, at_least=True)
+        return ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
 
 
 def longest_token(tokenizer: Any) -> int:

@@ -59,13 +59,14 @@ class ReadingProcess:
         if not sys.executable or getattr(sys, "frozen", False) or not folders:
             raise NoReaderError
         script = str(Path(__file__).with_name("_reader.py"))
-        limits = {"memory": MAX_BYTES, "stack": STACK_BYTES, "niceness": niceness}
         arguments = json.dumps(
             {
                 "package": kind.package,
                 "folder": os.fspath(folders[0]),
                 "path": [os.fspath(folder) for folder in sys.path],
-                **limits,
+                "memory": MAX_BYTES,
+                "stack": STACK_BYTES,
+                "niceness": niceness,
             }
         )
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -136,7 +137,10 @@ class Readers:
         """
         line = json.dumps(question, default=_plain).encode() + b"\n"
         with self._quick:
-            reader = self._taken()
+            try:
+                reader = self._idle.pop()
+            except IndexError:
+                reader = ReadingProcess(self.kind)
             answer = reader.ask(line, min(self.kind.quick_seconds, seconds))
         if reader.is_late or not answer:
             reader.close()
@@ -157,12 +161,6 @@ class Readers:
         if not answer:
             raise MemoryError(f"{self.kind.work} fails, or takes more than {MAX_BYTES >> 20} MB")
         return json.loads(answer)
-
-    def _taken(self) -> ReadingProcess:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return ReadingProcess(self.kind)
 
     def close(self) -> None:
         """End the idle processes."""

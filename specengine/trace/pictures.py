@@ -274,7 +274,7 @@ def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
 
     Raise InputError for another suffix, without matplotlib, or if the file cannot be written.
     """
-    layout = _Layout.of(cycle, pruned)
+    layout = _Layout(cycle, pruned)
     size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
     look = {"font.size": 10, "font.family": "monospace"}
     write_figure(
@@ -296,24 +296,20 @@ class _Layout:
     places: dict[int, tuple[int, float]] = field(default_factory=dict)
     rows: int = 0
 
-    @classmethod
-    def of(cls, cycle: TracedCycle, pruned: bool) -> _Layout:
-        layout = cls(cycle, pruned)
+    def __post_init__(self) -> None:
         order, stack = [], [0]
         while stack:
             order.append(stack.pop())
-            stack += reversed(layout.below(order[-1]))
-        for (
-            node
-        ) in order:  # leaves from top to bottom, then each parent in the middle of its children
-            if not layout.below(node):
-                layout.places[node] = (layout.depth(node), float(layout.rows))
-                layout.rows += 1
+            stack += reversed(self.below(order[-1]))
+        # leaves from top to bottom, then each parent in the middle of its children
+        for node in order:
+            if not self.below(node):
+                self.places[node] = (self.depth(node), float(self.rows))
+                self.rows += 1
         for node in reversed(order):
-            if below := layout.below(node):
-                rows = [layout.places[child][1] for child in below]
-                layout.places[node] = (layout.depth(node), (rows[0] + rows[-1]) / 2)
-        return layout
+            if below := self.below(node):
+                rows = [self.places[child][1] for child in below]
+                self.places[node] = (self.depth(node), (rows[0] + rows[-1]) / 2)
 
     @property
     def columns(self) -> int:

@@ -151,10 +151,8 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: Any) -> str:
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for letter in "<>&":
-        text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return text
+    escapes = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(escapes)
 
 
 def _run(trace: Trace) -> dict[str, Any]:

@@ -41,9 +41,6 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._write("trace", format=FORMAT, **_described(engine))
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._file.close()
 
     def follow(self, generation: TextGeneration) -> Generator[StreamPiece, None, None]:

@@ -588,6 +588,7 @@ def cuda(clock: Clock | None = None, *, branches: bool = False) -> Iterator[Devi
     stands_for = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
+        "get_device_capability": lambda *_: (9, 0),
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: device.capturing is not None,
         "memory_reserved": lambda *_: 0,

@@ -17,6 +17,7 @@ from specengine_kernels import (
     entropy,
     frontier,
     kv_compaction,
+    packed_linear,
     rms_norm,
     rope_store,
     silu_mul,
@@ -266,6 +267,65 @@ def gates(seed: int, device: str) -> None:
     )
 
 
+# groups of inputs that share a scale, of 0 all; bits of a code; how scales are stored, and whether there are offsets
+QUANTISED: dict[str, tuple[int, int, torch.dtype, bool]] = {
+    "rows": (0, 8, torch.float32, False),
+    "q8_0": (32, 8, torch.float16, False),
+    "q6_k": (16, 8, torch.int8, False),
+    "q4_0": (32, 4, torch.float16, False),
+    "q4_k": (32, 4, torch.uint8, True),
+    "groups": (64, 4, torch.float16, True),
+}
+
+
+def quantised(
+    kind: str, outputs: int, inputs: int, seed: int, device: torch.device | str = "cpu"
+) -> packed_linear.Weight:
+    """Return random codes, scales, offsets and units as a kind of GGUF's, or another, has them."""
+    group, bits, stored, has_offsets = QUANTISED[kind]
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(low, high, (outputs, columns), generator=generator).to(device, dtype)
+
+    def scales(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=generator) / 64).to(device)
+
+    groups = inputs // group if group else 1
+    codes = (
+        whole(-127, 128, inputs, torch.int8)
+        if bits == 8
+        else whole(0, 256, inputs // 2, torch.uint8)
+    )
+    if stored.is_floating_point:
+        both = [scales(outputs, groups).to(stored) for _ in range(2)]
+        return packed_linear.Weight(codes, both[0], both[1] if has_offsets else None)
+    low = -32 if stored is torch.int8 else 0
+    both = [whole(low, 64, groups, stored) for _ in range(2)]
+    units = scales(outputs, inputs // 256, 1 + has_offsets).half()
+    return packed_linear.Weight(codes, both[0], both[1] if has_offsets else None, units)
+
+
+def packed_products(seed: int, device: str) -> None:
+    kind = list(QUANTISED)[seed % len(QUANTISED)]
+    rows, outputs = (1, 16, 17, 64, 70)[seed % 5], (1, 77, 300)[seed // 3 % 3]
+    unit = 256 if QUANTISED[kind][2] in (torch.int8, torch.uint8) else QUANTISED[kind][0]
+    inputs = (unit or 77) * (1 + seed * 7 % 5)
+    dtype = (
+        torch.float32
+        if device == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)[seed // 2 % 3]
+    )
+    weight = quantised(kind, outputs, inputs, seed, device)
+    states = random(rows, inputs, seed=seed + 1).to(device, dtype)
+    bias = random(outputs, seed=seed + 2).to(device, dtype) if seed % 2 else None
+    found = packed_linear.packed_linear(states, weight, bias)
+    wanted = states.double() @ packed_linear.numbers(weight).double().T
+    wanted = wanted if bias is None else wanted + bias.double()
+    limit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert (found.double() - wanted).norm() <= limit * wanted.norm(), seed
+
+
 KERNELS: dict[str, Callable[[int, str], None]] = {
     "attention": attention,
     "strict": strict,
@@ -281,6 +341,7 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "rotation": rotation,
     "norms": norms,
     "gates": gates,
+    "packed products": packed_products,
 }
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from specengine_kernels import (
     entropy,
     frontier,
     kv_compaction,
+    packed_linear,
     rms_norm,
     rope_store,
     silu_mul,
@@ -57,6 +58,8 @@ TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -354,6 +357,18 @@ def couple(rows: int, columns: int, dtype: str, mapped: bool) -> None:
     coupling.couple(logits, whole if mapped else None, whole[:rows], whole[:1], torch.empty(1))
 
 
+def packed(
+    rows: int, outputs: int, inputs: int, kind: str, dtype: str, splits: int | None = None
+) -> None:
+    states = torch.empty(rows, inputs, dtype=getattr(torch, dtype))
+    weight = all_kernels.quantised(kind, 1, inputs, 0)
+    # of many outputs, whose numbers would take seconds to draw
+    weight = packed_linear.Weight(
+        *(None if part is None else part.new_empty(outputs, *part.shape[1:]) for part in weight)
+    )
+    packed_linear.packed_linear(states, weight, states[0, :1].expand(outputs), splits=splits)
+
+
 CASES = {
     "attention": attention,
     "selection": selection,
@@ -363,6 +378,7 @@ CASES = {
 }
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
 CASES |= {"children": children, "entropy": entropies, "couple": couple, "norm": norm, "gate": gate}
+CASES |= {"packed": packed}
 MODULES = (
     tree_attention,
     strict_attention,
@@ -373,6 +389,7 @@ MODULES = (
     kv_compaction,
     verification,
     frontier,
+    packed_linear,
     rms_norm,
     rope_store,
     silu_mul,

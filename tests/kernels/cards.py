@@ -71,6 +71,14 @@ REST: list[list[Any]] = [
     ["norm", 64, 16384, "bfloat16"],
     ["gate", 64, 14336, "bfloat16"],
     ["gate", 64, 1536, "float32"],
+    *(
+        ["packed", rows, 4096, 4096, kind, "bfloat16"]
+        for kind in ("rows", "q8_0", "q6_k", "q4_0", "q4_k")
+        for rows in (1, 32, 64)
+    ),
+    ["packed", 64, 4096, 4096, "rows", "float16", 1],
+    ["packed", 64, 1024, 4096, "q8_0", "float32"],
+    ["packed", 64, 1024, 4096, "q4_k", "float32"],
 ]
 # other tiles; 3.7 spills a little
 WIDE = [["attention", nodes, 4, 256, "bfloat16"] for nodes in NODES[:2]]

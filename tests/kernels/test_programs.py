@@ -47,6 +47,12 @@ SERVING: list[list[Any]] = [
     ),
     *(["norm", rows, 4096, "bfloat16", adds] for rows in (*WIDTHS, 1000) for adds in (False, True)),
     *(["gate", rows, 14336, "bfloat16"] for rows in (*WIDTHS, 1000)),
+    *(
+        ["packed", rows, outputs, 4096, kind, "bfloat16"]
+        for rows in (*WIDTHS, 1000)
+        for outputs in (1024, 6144, 28672)
+        for kind in ("rows", "q4_k")
+    ),
     *(["couple", rows, 32000, "bfloat16", True] for rows in WIDTHS),
     *(["couple", rows, VOCABULARY, "bfloat16", False] for rows in WIDTHS),
 ]
@@ -74,6 +80,8 @@ SERVED = {
     "rope_store._rope_store": 3,
     "rms_norm._add_rms_norm": 2,
     "silu_mul._silu_mul": 1,
+    "packed_linear._multiply": 12,  # codes of 8 and 4 bits, tiles of 16, 32 and 64 rows, whole and in splits
+    "packed_linear._add_splits": 1,
 }
 # of random trees, however many, in float32
 RANDOM = {
@@ -102,6 +110,8 @@ RANDOM = {
     "rope_store._rope_store": 3,
     "rms_norm._add_rms_norm": 4,
     "silu_mul._silu_mul": 3,
+    "packed_linear._multiply": 12,
+    "packed_linear._add_splits": 2,
 }
 
 

@@ -50,6 +50,7 @@ SERVED = {
     "gather_rows",
     "keyed_gumbel_argmax",
     "pack_mask",
+    "packed_linear",
     "rope_store",
     "silu_mul",
     "strict_cached_attention",

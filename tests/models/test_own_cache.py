@@ -136,7 +136,7 @@ def test_logits_of_paths_are_those_of_single_steps(hybrid: PreTrainedModel) -> N
 
 
 def test_paths_are_padded_behind() -> None:
-    paths = TreePaths.of(random_tree(1, 9, 50))
+    paths = TreePaths(random_tree(1, 9, 50))
     assert len({tuple(path) for path in paths.nodes}) == len(paths.nodes)
     for node, (row, depth) in enumerate(zip(paths.row, paths.depth, strict=True)):
         assert paths.nodes[row][depth] == node

@@ -112,7 +112,7 @@ def test_openais_client_and_streams_under_way_see_the_code(own: Saying) -> None:
         )
     assert raised.value.code == "context_length_exceeded"
     problem = of_error(
-        ContextLengthError.of("prompt: it has 600", 600, 512, 511), {"prompt": "messages"}
+        ContextLengthError("prompt: it has 600", 600, 512, 511), {"prompt": "messages"}
     )
     told = object.__new__(OpenAIReply).failed(problem)
     assert json.loads(told.removeprefix(b"data: "))["error"]["code"] == "context_length_exceeded"

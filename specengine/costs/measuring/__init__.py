@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,15 +23,13 @@ from torch import Tensor
 from specengine.costs import PassCosts, Points, interpolated
 from specengine.costs import busy as busy
 from specengine.costs.laws import lawful
+from specengine.drafters import Drafter, reserve
 from specengine.errors import require
 from specengine.models import Target
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import room
-from specengine.ops.tree import TokenTree, depths_of
+from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-
-if TYPE_CHECKING:
-    from specengine.drafters import Drafter
 
 CONTEXTS = (64, 1024)  # tokens in the cache
 SECONDS = 3.0
@@ -378,8 +376,6 @@ MAX_CHAIN = 32  # nodes of a chain
 # slots of the draft's scratch: a capture runs a pass several times
 DRAFT_SLOTS = 4 * (MAX_WIDTH + 1)
 
-Verified = tuple[list[int], Tensor | None]
-
 
 class CycleTimes(NamedTuple):
     """Seconds of one cycle: the first draft pass, a further one, verification, both commits."""
@@ -437,7 +433,7 @@ class SyntheticCycles:
             self._verified[nodes] = self._tree_of(nodes)
         tree = self._verified[nodes]
         root, step = self._draft(width)
-        verify, (_, features) = self._timed(self._verification(tree))
+        verify, features = self._timed(lambda: self._verify(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
         # of paths, every cycle here runs the accepted one again, as few others do
         return CycleTimes(root, step, verify, 0.0 if self.target.paths else commit)
@@ -450,7 +446,7 @@ class SyntheticCycles:
         tree, _ = self._star_of(min(nodes, self.target.vocab_size) - 1)
         if alike:
             tree.tokens.fill_(self.root)
-        seconds, _ = self._timed(self._verification(tree))
+        seconds, _ = self._timed(lambda: self._verify(tree))
         assert self.target.experts is not None
         return seconds, float(self.target.experts.sum())
 
@@ -473,18 +469,14 @@ class SyntheticCycles:
             lambda: drafter.step(tree, frontier)
         )[0]
 
-    def _verification(self, tree: TokenTree) -> Callable[[], Verified]:
-        """Return a function that verifies this tree and chooses greedily, as the engine does."""
-        driver, target = self.driver, self.target
-
-        def verified() -> Verified:
-            choice = target.choose(tree) if driver is None else None
-            if choice is None:
-                logits, features = (target if driver is None else driver).verify(tree)
-                return logits.argmax(-1).tolist(), features
-            return choice.tokens, choice.features
-
-        return verified
+    def _verify(self, tree: TokenTree) -> Tensor | None:
+        """Verify a tree and choose greedily, as the engine does. Return the features of its nodes."""
+        choice = self.target.choose(tree) if self.driver is None else None
+        if choice is not None:
+            return choice.features
+        logits, features = (self.target if self.driver is None else self.driver).verify(tree)
+        logits.argmax(-1).tolist()  # which waits for a device
+        return features
 
     def _commit(self, tree: TokenTree, features: Tensor | None) -> None:
         path = [0, 1, 1 + self._branching] if len(tree) > 1 + self._branching else [0]
@@ -497,15 +489,12 @@ class SyntheticCycles:
 
     def _tree_of(self, nodes: int) -> TokenTree:
         """Return a tree of `nodes` nodes, each with the same number of children until the nodes run out."""
-        ids, branching = torch.arange(nodes, dtype=torch.int64, device="cpu"), self._branching
-        parents = torch.div(ids - 1, branching, rounding_mode="floor")
-        tokens = (self.root + 7 * parents + ids % branching) % self.target.vocab_size
-        tokens[0] = self.root
-        edges = -(ids > 0).float()
-        levels = torch.tensor(depths_of(parents.tolist()), dtype=torch.int64, device="cpu")
-        arrays = tokens, parents, levels, edges, -levels.float()
-        tokens, parents, levels, edges, paths = (array.to(self.target.device) for array in arrays)
-        return TokenTree.of(tokens, parents, levels, edges, paths)
+        parents = [(node - 1) // self._branching for node in range(nodes)]
+        below = (
+            (self.root + 7 * parents[node] + node % self._branching) % self.target.vocab_size
+            for node in range(1, nodes)
+        )
+        return TokenTree.of_lists([self.root, *below], parents, self.target.device)
 
     def _star_of(self, width: int) -> tuple[TokenTree, Nodes]:
         """Return a tree of a root and `width` children, and the children as a frontier."""
@@ -535,11 +524,7 @@ class SyntheticCycles:
             return
         # as in engine/captured.py: attention without a kernel of its own runs over all slots
         self.target.reserve(room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0)
-        innermost: Any = self.drafter
-        while hasattr(innermost, "inner"):  # unwrap
-            innermost = innermost.inner
-        if hasattr(innermost, "reads"):  # a CapturedDrafter, a class of a package above this one
-            innermost.reserve(tokens, DRAFT_SLOTS, MAX_PATH)
+        reserve(self.drafter, tokens, DRAFT_SLOTS, MAX_PATH)
 
     def _rewind(self) -> None:
         prompt, drafter = self._prompt, self.drafter

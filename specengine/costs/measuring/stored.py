@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -27,14 +27,12 @@ from specengine.costs.measuring import (
     processor_times,
     share_of_others,
 )
+from specengine.drafters import Drafter, innermost
 from specengine.errors import CacheFolderError, InputError
 from specengine.files import cache_dir, processor_name, write_whole
 from specengine.models import Target
 from specengine.models.extension import thread_count
 from specengine.ops import VARIABLE, attached
-
-if TYPE_CHECKING:
-    from specengine.drafters import Drafter
 
 MAX_SHARE = 0.01  # of the time, for measuring provisional costs again
 MAX_SECONDS = 3600.0  # of a pass; a file that states more is damaged
@@ -230,11 +228,9 @@ def _config(target: Target, lm: Any) -> str:
     return digest(sizes | ({} if config is None else config.to_dict()))
 
 
-def _head(drafter: Any) -> str | None:
+def _head(drafter: Drafter | None) -> str | None:
     """Return a digest of a head's sizes and stored weight type, inside any wrapping drafters."""
-    while hasattr(drafter, "inner"):
-        drafter = drafter.inner
-    head = getattr(drafter, "head", None)
+    head: Any = None if drafter is None else getattr(innermost(drafter), "head", None)
     if head is None:
         return None
     config = getattr(head, "config", None)

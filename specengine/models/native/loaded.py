@@ -59,7 +59,7 @@ class ModelSource(Source):
         module, _, attribute = name.rpartition(".")
         return cast(Tensor, getattr(self._model.get_submodule(module), attribute)).detach()
 
-    def model(self) -> PreTrainedModel:
+    def model(self, *, packed: bool = False) -> PreTrainedModel:
         return self._model
 
     @property

@@ -43,6 +43,8 @@ from specengine.models.families import (
     Mamba2,
     Shape,
 )
+from specengine.models.twins import BLOCKS, linear_layers, quantize, quantized_blocks
+from specengine.ops import QuantizedWeight
 
 TINY_VOCABULARY = 8  # of a model whose tokens do not count
 VECTORS = (".bias", ".choice")  # the ends of names of vectors in csrc/cpu
@@ -175,17 +177,38 @@ class Source(ABC):
         """Return whether a tensor is float32 in models of any dtype."""
         return name.endswith(family_of(self.config).exact)
 
-    def model(self) -> PreTrainedModel:
-        """Return the whole model as transformers runs it, in `dtype`."""
-        model = empty_model(self.config, self.dtype)
-        # a tied head has no tensor of its own
-        model.load_state_dict(
-            {name: self.tensor(name) for name in self.shapes()}, strict=False, assign=True
+    def model(self, *, packed: bool = False) -> PreTrainedModel:
+        """Return the whole model as transformers runs it, in `dtype`; packed: linear layers stay in their blocks."""
+        model, matrices = empty_model(self.config, self.dtype), dict[str, QuantizedWeight]()
+        tensors = (
+            dict(self._unpacked(linear_layers(model), matrices))
+            if packed and not family_of(self.config).alternating
+            else {name: self.tensor(name) for name in self.shapes()}
         )
+        # a tied head has no tensor of its own
+        model.load_state_dict(tensors, strict=False, assign=True)
         model.tie_weights()
+        quantize(model, matrices.items())
         model.generation_config = self.generation_config
         model.config.name_or_path = self.name
         return with_buffers(model).eval()
+
+    def _unpacked(
+        self, layers: Collection[str], matrices: dict[str, QuantizedWeight]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that are no blocks of these layers; those are added to `matrices`, by their layer."""
+        shapes, family = self.shapes(), family_of(self.config)
+        for weight in self.weights(blocks=BLOCKS):
+            layer, packed = weight.name.removesuffix(".weight"), weight.kind in BLOCKS
+            tied = layer == family.embedding.transformers and self.config.tie_word_embeddings
+            if packed and (tied or layer in layers):
+                order = slice(None) if weight.order is None else weight.order.long()
+                rows = weight.rows(0, weight.shape[0]).view(weight.shape[0], -1)[order]
+                name = family.head.transformers if tied else layer
+                matrices[name] = quantized_blocks(weight.kind, rows)
+            if not packed or layer not in layers:
+                numbers = self.tensor(weight.name) if packed else weight.rows(0, weight.shape[0])
+                yield weight.name, numbers.view(shapes[weight.name])
 
     @functools.cached_property
     def generation_config(self) -> GenerationConfig:

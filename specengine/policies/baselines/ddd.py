@@ -43,9 +43,7 @@ class Ddd(Beam):
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         passes = ops.number(tree.passes)
-        checks: Flag = False
-        for check in self.checks:
-            checks = checks | (passes == check + 1)
+        checks: Flag = sum(passes == check + 1 for check in self.checks) > 0
         return (
             checks
             if is_down(checks)
