@@ -24,10 +24,11 @@ import torch
 from bench import provenance
 from bench.arguments import add_arguments
 from bench.costs_record import costs_record
+from research.drafting import draft_tree
 from specengine import policies
 from specengine.benchmark.ways import parse
 from specengine.costs import PassCosts, find_costs
-from specengine.cycle import draft_tree, walk
+from specengine.cycle import walk
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
 from specengine.ops.select import Step

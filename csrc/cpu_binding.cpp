@@ -95,15 +95,16 @@ void require_finite(float value, bool holds, const char* name, const char* accep
 //   layer norms     no numbers: norms of what attention, networks and the head read are centred
 //   parallel        no numbers: networks read what attention reads
 //   gated last      no numbers: gates of Mamba-2 multiply what was normed
+//   added epsilon   of norms of what attention and networks give
 //   latent          the sizes of latent attention in the order of cpu::LatentSizes; heads are one of keys then
 using Traits = std::map<std::string, std::vector<double>>;
 
 void require_known(const Traits& traits) {
   for (const auto& [name, numbers] : traits) {
-    const bool counted = name == "query factors" || name == "latent";
+    const bool counted = name == "query factors" || name == "latent" || name == "added epsilon";
     if (!counted && name != "layer norms" && name != "parallel" && name != "gated last")
       throw std::invalid_argument("traits: got " + name +
-                                  ", accepted query factors, layer norms, parallel, gated last, latent");
+                                  ", accepted query factors, layer norms, parallel, gated last, added epsilon, latent");
     if (!counted) require(numbers.empty(), "numbers of a trait", static_cast<int64_t>(numbers.size()), "none");
     for (const double number : numbers) require_finite(static_cast<float>(number), true, "traits", "finite numbers");
   }
@@ -589,7 +590,7 @@ void raise_checkpoint_errors() {
 PYBIND11_MODULE(_cpu, module) {
   border::start();
   raise_checkpoint_errors();
-  module.attr("INTERFACE") = 20;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 21;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -666,6 +667,11 @@ PYBIND11_MODULE(_cpu, module) {
           require(!shape.latent.rank || !beside, "latent", shape.latent.rank, "none beside recurrence or query factors");
         shape.centred = traits.count("layer norms") != 0;
         shape.parallel = traits.count("parallel") != 0;
+        if (const auto found = traits.find("added epsilon"); found != traits.end()) {
+          require(found->second.size() == 1, "added epsilon", static_cast<int64_t>(found->second.size()), "a number");
+          shape.form.added_eps = static_cast<float>(found->second[0]);
+          require_finite(shape.form.added_eps, shape.form.added_eps >= 0.0f, "added epsilon", "0 or more");
+        }
         std::vector<cpu::Rope> tables;
         for (const auto& [frequencies, factor] : ropes) {
           if (keeps.empty()) require_frequencies(frequencies, 1, shape.heads);

@@ -31,11 +31,12 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, workloads
 from bench.arguments import add_arguments
+from research.drafting import draft_tree
 from specengine import Engine, policies
 from specengine import checkpoints as models
 from specengine.benchmark.ways import parse
 from specengine.costs import PUBLISHED, PassCosts, find_costs
-from specengine.cycle import draft_tree, walk
+from specengine.cycle import walk
 from specengine.drafters import Drafter
 from specengine.errors import InputError, SpecEngineError
 from specengine.ops import Nodes

@@ -195,25 +195,6 @@ def without_ended(draft: Draft, tokens: Sequence[int], stopper: Stopper) -> Draf
     return Draft(tree.subtree(Nodes.of(nodes)), draft.grown, kept)
 
 
-def draft_tree(
-    token: int,
-    drafter: Drafter | None,
-    policy: TreePolicy | None,
-    seconds: Seconds,
-    device: torch.device,
-    plan: Plan | None = None,
-) -> Draft:
-    """Draft the tree under `token`; return the part to verify and the whole.
-
-    Without a drafter, or while the policy rests, the tree is its root alone: plain decoding. Adds the time spent to
-    `seconds`. plan: the policy's for this cycle, if it was asked already.
-    """
-    if drafter is None or policy is None or (plan := plan or policy.plan()).rests:
-        alone = TokenTree.alone(token, device)
-        return Draft(alone, alone)
-    return result_of(grow(token, drafter, policy, seconds, device, plan))
-
-
 def grow(
     token: int,
     drafter: Drafter,
@@ -555,7 +536,8 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
     seconds = Seconds(captured=driver.captured)
     plan = REST if driver.policy is None or driver.budget == 1 else driver.policy.plan()
     if plan.rests or lane.source is None:
-        draft = draft_tree(lane.root, None, None, seconds, driver.device)
+        alone = TokenTree.alone(lane.root, driver.device)
+        draft = Draft(alone, alone)
     else:
         draft = yield from driver.draft(lane.root, seconds, lane.source, plan, shared=shared)
     if driver.policy is not None and draft.tree.capacity > 1:

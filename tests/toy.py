@@ -18,6 +18,7 @@ from specengine import policies
 from specengine.costs import PassCosts
 from specengine.drafters import Drafter
 from specengine.models import Target
+from specengine.models.configs import auto_class
 from specengine.models.eagle import EagleConfig, EagleHead, head_from
 from specengine.ops import Nodes
 from specengine.ops.select import Step
@@ -596,6 +597,21 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "sliding_attention", "full_attention"],
         },
     ),
+    "muse_glimmer_text": (
+        "MuseGlimmerText",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_rope_theta": [1e4, 0, 1e4],
+            "sliding_window": 24,
+            "qk_scale_factor": 1.7,
+            "output_multiplier": 0.4,
+            "final_logit_softcapping": 6.0,
+            "rms_norm_eps": 0.01,
+            "post_norm_eps": 0.3,
+        },
+    ),
     "nemotron_h": (
         "NemotronH",
         {
@@ -729,7 +745,8 @@ def tiny(
     stem, own = {**FAMILIES, **NATIVE}.get(family, (name or family, {}))
     config = getattr(transformers, f"{stem}Config")(**{**_COMMON, **own, **changes})
     torch.manual_seed(seed)
-    model = getattr(transformers, _HEADS.get(stem, f"{stem}ForCausalLM"))(config).eval()
+    head = getattr(transformers, _HEADS.get(stem, f"{stem}ForCausalLM"), None)
+    model = (head or auto_class(config)._model_mapping[type(config)])(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim < 3 and parameter_name.endswith(("bias", "sinks")):

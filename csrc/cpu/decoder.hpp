@@ -366,7 +366,8 @@ class Decoder {
       : shape_(shape), ropes_(std::move(ropes)), space_(kernels, views_of(shape, places)),
         embedding_(weights.table("model.embed_tokens", shape.vocabulary, shape.hidden)),
         head_(weights.matrix(weights.has("lm_head") ? "lm_head" : "model.embed_tokens", shape.vocabulary, shape.hidden)),
-        norm_(weights.norm("model.norm", shape.hidden, shape.centred)) {
+        norm_(weights.norm("model.norm", shape.hidden, shape.centred)),
+        embedding_norm_(weights.vector("model.embed_norm.weight", shape.hidden)) {
     weights.needed("model.norm.weight", shape.hidden);
     add_own_inputs(weights);
     for (int64_t i = 0; i < shape.layers; ++i) {
@@ -707,6 +708,14 @@ class Decoder {
           for (int64_t c = 0; c < shape_.hidden; ++c) to[c * kRows] = row[static_cast<size_t>(c)];
         }
     });
+    if (!embedding_norm_) return;
+    team.each(space_.tiles, 1, [&](Pieces& pieces) {
+      while (pieces.next())
+        for (int64_t t = pieces.first; t < pieces.last; ++t) {
+          float* x = space_.x + t * shape_.hidden * kRows;
+          space_.kernels.norm(x, embedding_norm_, shape_.hidden, shape_.form.eps, nullptr, 0, 0, x);
+        }
+    });
   }
 
   void take_features(const Team& team, const Call& call, int64_t layer, const float* x) const {
@@ -745,6 +754,7 @@ class Decoder {
   const Table embedding_;
   const Matrix head_;
   const Norm norm_;
+  const float* embedding_norm_;  // [hidden], or null
   std::vector<Layer> layers_;
   std::vector<Kept> kept_;  // of each layer
   std::vector<Kind> kinds_;

@@ -98,7 +98,9 @@ struct Form {
   float scale = 0.0f;     // of attention's scores; 0: one over the root of a head's size
   float residual = 1.0f;  // what attention and the network give is multiplied by before it is added
   Routing routing = {};   // of the layers that have experts
+  float added_eps = -1.0f;  // of norms of what is added; below 0: eps
 
+  float eps_of_added() const { return added_eps < 0.0f ? eps : added_eps; }
   float scale_of(const Heads& heads) const {
     return scale > 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(heads.size));
   }
@@ -772,7 +774,7 @@ class LayerRun {
       while (pieces.next())
         for (int64_t t = pieces.first; t < pieces.last; ++t) {
           float* added = space_.added + t * size;
-          if (norm) space_.kernels.norm(added, norm, form_.hidden, form_.eps, nullptr, 0, 0, added);
+          if (norm) space_.kernels.norm(added, norm, form_.hidden, form_.eps_of_added(), nullptr, 0, 0, added);
           if (scaled) multiply(added, size, form_.residual);
           space_.kernels.add(space_.x + t * size, added, size);
         }

@@ -148,7 +148,7 @@ class GGUFSource(Source):
         if (
             family_of(self.config).one_is_zero
             and stored.endswith("norm.weight")
-            and "ssm_norm" not in stored
+            and not f".{stored}".endswith(family_of(self.config).plain_norms)
         ):
             numbers = numbers - 1.0  # which the file has as 1 + w
         if stored.endswith(".ssm_a"):  # which the file has as -e^a

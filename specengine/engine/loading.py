@@ -172,13 +172,14 @@ def load(
     )
     drafted = (drafter.lm,) if isinstance(drafter, SmallModel) else ()
     drafter = _mixed(draft, drafter, target, resolved)
+    rounded = target.lm.source.rounded if isinstance(target, NativeTarget) else ""
     return Parts(
         target,
         drafter,
         _policy(policy, drafter, options),
         loaded.tokenizer,
         (target.lm, *drafted),
-        _notes(target, draft, drafter),
+        [note for note in (rounded, _note(target, draft, drafter)) if note],
     )
 
 
@@ -200,7 +201,18 @@ def _mixed(
     draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions
 ) -> Drafter | None:
     """Return the drafter with lookup, where that is wanted."""
-    if not _looks_up(draft, drafter, target, options):
+    lookup = options.lookup
+    require_input(
+        f"lookup: draft {draft or 'none'!r} has no distributions to mix copies into; accepted with a head or a "
+        "smaller model",
+        not lookup or (drafter is not None and drafter.about.lookup is not False),
+    )
+    if lookup is None:
+        by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
+        eager = target.device.type == "cpu" and not options.graphs
+        # which the host drafts from in any case
+        lookup = by_default and (eager or isinstance(drafter, Recycling))
+    if not lookup:
         return drafter
     return Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
 
@@ -336,15 +348,8 @@ def _head_for(target: HuggingFaceTarget | NativeTarget) -> likeness.Match | None
     return None if isinstance(target, ShardedTarget) else likeness.find(target.lm)
 
 
-def _notes(
-    target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None
-) -> list[str]:
-    """Return notes for the user: weights are rounded, the context is short, or another draft may be better."""
-    rounded = target.lm.source.rounded if isinstance(target, NativeTarget) else ""
-    return [note for note in (rounded, _note(target, draft, drafter)) if note]
-
-
 def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> str:
+    """Return a note for the user, if the context is short or another draft may be better."""
     whole = getattr(target.lm.config, "max_position_embeddings", None) or 0
     if isinstance(target, NativeTarget) and target.lm.max_context < whole:
         return (
@@ -376,21 +381,6 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
 def _size(lm: LanguageModel) -> int:
     """Return how large a model is, for a comparison: its layers by the square of its width."""
     return int(lm.layers) * int(getattr(lm.config, "hidden_size", 0)) ** 2
-
-
-def _looks_up(draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions) -> bool:
-    lookup = options.lookup
-    require_input(
-        f"lookup: draft {draft or 'none'!r} has no distributions to mix copies into; accepted with a head or a "
-        "smaller model",
-        not lookup or (drafter is not None and drafter.about.lookup is not False),
-    )
-    if lookup is None:
-        by_default = drafter is not None and drafter is not draft and drafter.about.lookup is True
-        eager = target.device.type == "cpu" and not options.graphs
-        # which the host drafts from in any case
-        return by_default and (eager or isinstance(drafter, Recycling))
-    return lookup
 
 
 def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreePolicy | None:

@@ -23,7 +23,7 @@ from specengine.models.families import stated as stated
 # Frequencies do not change with the length; for longrope, up to its original context.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING
-_BY_LAYER = ("layer_types", "no_rope_layers")  # what configs list by layer
+_BY_LAYER = ("layer_types", "no_rope_layers", "layer_rope_theta")  # what configs list by layer
 LAYER_TYPES = ("full_attention", SLIDING)
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in transformers
 UNMASKED = (
@@ -57,6 +57,9 @@ def auto_class(config: PretrainedConfig) -> Any:
     UnsupportedModelError where it is neither.
     """
     auto_map = getattr(config, "auto_map", None) or {}
+    family = families.known().get(config.model_type)
+    if family is not None and family.causal_lm is not None:
+        AutoModelForCausalLM.register(type(config), family.causal_lm(), exist_ok=True)
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if kind.__name__ in auto_map or type(config) in kind._model_mapping:  # noqa: SLF001
             return kind
@@ -124,12 +127,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
     return shape
 
 
-def activation_of(config: PretrainedConfig) -> str:
-    """Return the activation of the feed-forward networks by its name in csrc/cpu."""
-    return family_of(config).activation or ACTIVATIONS[_activation(config)]
-
-
-def _activation(config: PretrainedConfig) -> Any:
+def activation_of(config: PretrainedConfig) -> Any:
     """Return the activation of the feed-forward networks by its name in transformers."""
     field = family_of(config).fields.activation
     return getattr(config, field, None) if field else "silu"
@@ -187,7 +185,7 @@ def refuse_short(config: PretrainedConfig) -> None:
 def refuse_config(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where the config alone says that the native forward would compute something else."""
     family = family_of(config)
-    activation = _activation(config)
+    activation = activation_of(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
     kind = next(

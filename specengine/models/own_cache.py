@@ -18,9 +18,13 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 
 from specengine.errors import SpecEngineError
 from specengine.models.configs import NO_MEMORY
-from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.huggingface import (
+    CausalLM,
+    HuggingFaceTarget,
+    LongRopeTarget,
+    switches,
+)
 from specengine.models.kv_cache import CacheLayout, Logits
-from specengine.models.longrope import LongRopeTarget, switches
 from specengine.models.refusals import (
     NoTreesError,
     errors_named,

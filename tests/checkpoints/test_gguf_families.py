@@ -21,7 +21,7 @@ from specengine.models.families import GGUF, stated
 from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
 from tests.models.native_variants import GEMMA4_EXPERTS, LONGROPE, PART, PROMPT
-from tests.toy import tiny
+from tests.toy import policy_for, tiny
 
 pytestmark = [needs_extension, pytest.mark.usefixtures("one_thread")]
 Keys = dict[str, Any]
@@ -51,6 +51,14 @@ GEMMA4: Keys = {
     "rope.dimension_count_swa": 8,
     "rope.freq_base": 1e6,
     "rope.freq_base_swa": 1e4,
+}
+MUSE: Keys = {"sliding_window": 9}
+MUSE_KEYS: Keys = {
+    "attention.sliding_window": 9,
+    "attention.key_length": 8,
+    "attention.value_length": 8,
+    "logit_scale": 0.4,
+    "final_logit_softcapping": 6.0,
 }
 # Of each: the family, changes of its tiny model, and what the file's metadata says beside the sizes.
 FILES: dict[str, tuple[str, Keys, Keys]] = {
@@ -179,6 +187,28 @@ FILES: dict[str, tuple[str, Keys, Keys]] = {
         {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
         {"rope.freq_base": 2e6},
     ),
+    "muse-glimmer": (
+        "muse_glimmer_text",
+        {**MUSE, "post_norm_eps": 1e-8},
+        {**MUSE_KEYS, "attention.sliding_window_pattern": [True, False, True]},
+    ),
+    "muse-glimmer period": (
+        "muse_glimmer_text",
+        {
+            **MUSE,
+            "post_norm_eps": 1e-8,
+            "num_hidden_layers": 5,
+            "layer_types": [SWA, SWA, FULL, SWA, SWA],
+            "layer_rope_theta": [3e5, 3e5, 0, 3e5, 3e5],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3e5},
+        },
+        {
+            **MUSE_KEYS,
+            "attention.sliding_window_pattern": 3,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 3e5,
+        },
+    ),
     "olmo2": ("olmo2", {}, {}),
     "granite": (
         "granite",
@@ -298,7 +328,8 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
         numbers = tensors[name].numpy().astype(np.float32)
         if numbers.ndim == 3 and numbers.shape[1] == 1:  # a convolution of single channels
             numbers = numbers[:, 0]
-        if family_of(config).one_is_zero and numbers.ndim == 1:
+        plain = own.architecture == "muse-glimmer" and names[0] == "output_norm.weight"
+        if family_of(config).one_is_zero and numbers.ndim == 1 and not plain:
             numbers = numbers + 1
         if names[0].endswith("attn_k_b.weight"):
             heads = numbers.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
@@ -318,6 +349,11 @@ def stored_of(model: PreTrainedModel, own: GGUF) -> dict[str, np.ndarray]:
         for stored, part in zip(names, parts, strict=True):
             order = gguf.row_order(config, stored)
             found[stored] = part if order is None else part[np.argsort(order)]
+    if own.architecture == "muse-glimmer":
+        for layer in range(config.num_hidden_layers):
+            ones = np.ones(config.head_dim, np.float32)
+            found[f"blk.{layer}.attn_q_norm.weight"] = ones * np.float32(config.qk_scale_factor)
+            found[f"blk.{layer}.attn_k_norm.weight"] = ones
     if (config.rope_parameters or {}).get("rope_type") == "longrope":
         for kind in ("short", "long"):
             found[f"rope_factors_{kind}.weight"] = np.array(
@@ -513,6 +549,109 @@ def test_other_files_of_gemma_4_are_refused(case: str, tmp_path: Path) -> None:
     _, path = write(tmp_path, "gemma4", changes, more=tensors)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         Engine.from_pretrained(str(path), "none", offline=True, backend="native")
+
+
+MUSE_DAMAGES: dict[str, tuple[Keys, dict[str, Any], str]] = {
+    "queries normed by weights": (
+        {},
+        {"blk.1.attn_q_norm.weight": np.arange(1, 9, dtype=np.float32)},
+        r"attn_q_norm\.weight must hold one number above 0 in all layers",
+    ),
+    "another factor in one layer": (
+        {},
+        {"blk.1.attn_q_norm.weight": (8,)},
+        r"attn_q_norm\.weight must hold one number above 0 in all layers",
+    ),
+    "no factor": (
+        {},
+        {f"blk.{n}.attn_q_norm.weight": np.zeros(8, np.float32) for n in range(3)},
+        r"attn_q_norm\.weight must hold one number above 0 in all layers",
+    ),
+    "no numbers": (
+        {},
+        {"blk.2.attn_k_norm.weight": np.full(8, np.nan, np.float32)},
+        r"attn_k_norm\.weight must hold 1 in all layers",
+    ),
+    "keys with a factor": (
+        {},
+        {f"blk.{n}.attn_k_norm.weight": np.full(8, 2, np.float32) for n in range(3)},
+        r"attn_k_norm\.weight must hold 1 in all layers",
+    ),
+    "norms of another size": (
+        {},
+        {"blk.1.attn_k_norm.weight": (4,)},
+        r"attn_k_norm\.weight must hold 1 in all layers",
+    ),
+    "types of other layers": (
+        {"attention.sliding_window_pattern": [True, False]},
+        {},
+        "no MuseGlimmerTextConfig",
+    ),
+    "no layers with windows": (
+        {"attention.sliding_window_pattern": 0},
+        {},
+        r"muse-glimmer\.attention\.sliding_window_pattern must be",
+    ),
+    "no window": (
+        {"attention.sliding_window": 0},
+        {},
+        r"muse-glimmer\.attention\.sliding_window must be",
+    ),
+    "a window of text": ({"attention.sliding_window": "long"}, {}, "no MuseGlimmerTextConfig"),
+    "no logits": ({"logit_scale": 0.0}, {}, r"muse-glimmer\.logit_scale must be"),
+    "no cap": (
+        {"final_logit_softcapping": 0.0},
+        {},
+        r"muse-glimmer\.final_logit_softcapping must be",
+    ),
+    "a cap of text": ({"final_logit_softcapping": "none"}, {}, "no MuseGlimmerTextConfig"),
+    "another scale of scores": (
+        {"attention.scale": 0.5},
+        {},
+        r"muse-glimmer\.attention\.scale = 0\.5 is not supported",
+    ),
+    "part of a head": ({"rope.dimension_count": 4}, {}, "must be the size of a head"),
+}
+
+
+@pytest.mark.parametrize("case", MUSE_DAMAGES)
+def test_other_files_of_muse_glimmer_are_refused(case: str, tmp_path: Path) -> None:
+    changes, tensors, message = MUSE_DAMAGES[case]
+    _, path = write(tmp_path, "muse-glimmer", changes, more=tensors)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        Engine.from_pretrained(str(path), "none", offline=True, backend="native")
+
+
+def test_muse_glimmer_answers_from_blocks_with_trees_and_beside_other_texts(
+    tmp_path: Path,
+) -> None:
+    _, path = write(tmp_path, "muse-glimmer", kind=written.GGMLQuantizationType.Q8_0)
+    load: Keys = {"offline": True, "backend": "native"}
+    plain = Engine.from_pretrained(str(path), policy="plain", **load)
+    engine = Engine.from_pretrained(str(path), "ngram", policy_for("eagle"), **load)
+    assert "q8_0" in engine.target.backend
+    prompts = [PROMPT, PROMPT[:3], [9, 8] * 15]  # windows are of 9 tokens
+    for options in ({}, {"do_sample": True, "temperature": 0.8, "seed": 4}):
+        asked: Keys = {"max_new_tokens": 16, **options}
+        answers = engine.generate_many(prompts, parallel=2, **asked)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = plain.generate(prompt, **asked).token_ids
+            assert answer.token_ids == expected
+            assert engine.generate(prompt, **asked).token_ids == expected
+
+
+def test_muse_glimmer_runs_on_modules_too(tmp_path: Path) -> None:
+    model, path = write(tmp_path, "muse-glimmer period")
+    engine = Engine.from_pretrained(
+        str(path),
+        "ngram",
+        policy_for("eagle"),
+        offline=True,
+        dtype="float32",
+        backend="huggingface",
+    )
+    assert engine.target.lm.attention == "tree"
+    assert engine.generate(PROMPT, max_new_tokens=20).token_ids == plainly(model, PROMPT, 20)
 
 
 def test_numbers_are_kept_or_their_rounding_is_said(tmp_path: Path) -> None:

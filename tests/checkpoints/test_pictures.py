@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 
 from specengine import Engine
 from specengine.errors import UnsupportedModelError
-from specengine.models.configs import auto_class, empty_model
+from specengine.models.configs import auto_class, empty_model, text_config, with_buffers
 from tests.models.native_engines import needs_extension
 from tests.sweep.serving import generated, prompt_of
 from tests.sweep.small import sizes_for
@@ -30,7 +30,17 @@ def saved(kind: str, folder: Path) -> PreTrainedModel:
 @pytest.mark.sliced(6)
 @pytest.mark.parametrize("backend", ["huggingface", pytest.param(None, marks=needs_extension)])
 @pytest.mark.parametrize(
-    "kind", ["mistral3", "llava", "gemma3", "gemma4", "gemma4_unified", "smolvlm", "qwen3_5"]
+    "kind",
+    [
+        "mistral3",
+        "llava",
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "smolvlm",
+        "qwen3_5",
+        "muse_glimmer",
+    ],
 )
 def test_a_folder_answers_texts(kind: str, backend: str | None, tmp_path: Path) -> None:
     model, prompt = saved(kind, tmp_path), prompt_of(40)
@@ -42,6 +52,25 @@ def test_a_folder_answers_texts(kind: str, backend: str | None, tmp_path: Path) 
     )
     if kind != "qwen3_5":  # of which transformers loads the language model alone
         assert type(engine.target.model) is type(model)  # whole, pictures and all
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_text_alone_has_the_logits_of_the_model_with_pictures(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    saved("muse_glimmer", tmp_path)
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=dtype)
+    ids, state = torch.tensor([prompt_of(40)]), whole.state_dict()
+    text = empty_model(text_config(whole.config), dtype)
+    names = {name: name.replace("model.", "model.language_model.", 1) for name in text.state_dict()}
+    tensors = {name: state.get(stored, state.get(name)) for name, stored in names.items()}
+    text.load_state_dict(tensors, assign=True)
+    with_buffers(text).eval()
+    for rows in ({}, {"logits_to_keep": 1}, {"logits_to_keep": torch.tensor([3, 20])}):
+        logits = text(ids, **rows).logits
+        assert torch.equal(logits, whole(ids, **rows).logits)
+        assert logits.abs().max() <= text.config.final_logit_softcapping
 
 
 def renamed(folder: Path, change: Callable[[str], str]) -> None:

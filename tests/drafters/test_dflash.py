@@ -501,10 +501,22 @@ def test_a_folder_is_loaded_as_the_draft(tmp_path: Path) -> None:
     assert HeadOptions().layer_ids is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_native_forward_takes_it_for_several_texts_at_once(tmp_path: Path, dtype: str) -> None:
+MUSE: dict[str, Any] = {
+    "family": "muse_glimmer_text",
+    "layer_types": None,
+    "layer_rope_theta": None,
+    "sliding_window": 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"), [("float32", {}), ("bfloat16", {}), ("float32", MUSE), ("bfloat16", MUSE)]
+)
+def test_the_native_forward_takes_it_for_several_texts_at_once(
+    tmp_path: Path, dtype: str, target: dict[str, Any]
+) -> None:
     folder, name = written(tmp_path / "head", RAW), str(tmp_path / "model")
-    deep().save_pretrained(name)
+    deep(**target).save_pretrained(name)
     byte_tokenizer().save_pretrained(name)
     options: dict[str, Any] = {"dtype": dtype}
     plain = Engine.from_pretrained(name, policy="plain", **options)
@@ -519,6 +531,22 @@ def test_the_native_forward_takes_it_for_several_texts_at_once(tmp_path: Path, d
             for prompt, answer in zip(prompts, answers, strict=True):
                 expected = plain.generate(prompt, max_new_tokens=14, **sampling)
                 assert answer.token_ids == expected.token_ids
+
+
+@torch.inference_mode()
+def test_a_target_that_norms_its_embeddings_drafts_alike_on_both_forwards() -> None:
+    """As a head of Muse-Glimmer reads embeddings that are not normed."""
+    model, draws = deep(**MUSE), []
+    native = Engine.from_pretrained(model, policy="plain").target
+    assert isinstance(native, NativeTarget)
+    for target in (HuggingFaceTarget(model), native):
+        draft = draft_for(target, config_of())  # type: ignore[arg-type]
+        target.want(draft.traits.features)
+        draft.begin(PROMPT, target.prefill(PROMPT))
+        tree = TokenTree.root(3, 1)
+        draft.root(tree)
+        draws.append(draft._rows[:-1].argsort(descending=True, stable=True)[:, :8])
+    assert torch.equal(*draws)
 
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 from torch import Tensor
 
-from specengine.cycle import draft_tree
+from research.drafting import draft_tree
 from specengine.ops.tree import TokenTree
 from specengine.records import Seconds
 from specengine.request.options import GenerationOptions

@@ -47,6 +47,7 @@ OTHERS = (  # of blocks that those have not
     "granitemoe",
     "granitemoehybrid",
     "ministral3",
+    "muse_glimmer_text",
     "mixtral",
     "lfm2",
     "lfm2_moe",

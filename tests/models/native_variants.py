@@ -119,6 +119,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE},
     ),
+    "muse_glimmer_text": ("muse_glimmer_text", {}),
+    "muse_glimmer_text windows": (
+        "muse_glimmer_text",
+        {"sliding_window": 7, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "muse_glimmer_text of its layers": (
+        "muse_glimmer_text",
+        {"layer_types": None, "layer_rope_theta": None, "num_hidden_layers": 5},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3 windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 8}),
     "olmo2": ("olmo2", {}),

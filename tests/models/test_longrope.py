@@ -5,8 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specengine import Engine
-from specengine.models.huggingface import HuggingFaceTarget
-from specengine.models.longrope import LongRopeTarget, switches
+from specengine.models.huggingface import HuggingFaceTarget, LongRopeTarget, switches
 from specengine.request.prompts import CONTEXT_SOURCES
 from tests.sweep.serving import NEW, Knowing, generated, prompt_of
 from tests.sweep.small import VOCABULARY, model_of

@@ -40,6 +40,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {}),
     "cohere2": ("cohere2", {}),
     "starcoder2": ("starcoder2", {"sliding_window": 20}),
+    "muse_glimmer_text": ("muse_glimmer_text", {}),
     "gemma4_text with experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gpt_oss of three queries a key": (
         "gpt_oss",
@@ -98,6 +99,7 @@ def test_answers_past_the_window_are_those_of_transformers(name: str) -> None:
         "lfm2",
         "lfm3",
         "qwen3_5_text",
+        "muse_glimmer_text",
     ],
 )
 def test_folders_answer_so_too(name: str, tmp_path: Path) -> None:

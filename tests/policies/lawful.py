@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from research.drafting import draft_tree
 from specengine.costs import PassCosts
-from specengine.cycle import Draft, draft_tree
+from specengine.cycle import Draft
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
 from specengine.ops.select import Step

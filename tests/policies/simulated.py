@@ -7,9 +7,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from research.drafting import draft_tree
 from specengine import policies
 from specengine.costs import MEASURED, PassCosts, Points, interpolated
-from specengine.cycle import Draft, draft_tree
+from specengine.cycle import Draft
 from specengine.drafters import Drafter
 from specengine.ops import Nodes
 from specengine.ops.select import FREE, Step

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from specengine.cycle import draft_tree
+from research.drafting import draft_tree
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy
 from specengine.records import Seconds

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from research.drafting import draft_tree
 from specengine import ops, policies
-from specengine.cycle import draft_tree
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.policies import _classifier

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from research.drafting import draft_tree
 from specengine import ops, policies, registry
-from specengine.cycle import draft_tree
 from specengine.errors import InputError
 from specengine.ops import Nodes
 from specengine.ops.select import Step

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from research.drafting import draft_tree
 from research.ltd.observations import best_actions, depth_observation, laid_out, size_observation
 from research.ltd.steered import steered_policy
 from specengine import ops, policies
-from specengine.cycle import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree

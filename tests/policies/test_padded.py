@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from research.drafting import draft_tree
 from specengine import ops, policies
 from specengine.costs import PassCosts
-from specengine.cycle import draft_tree
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from research import replay as command
+from research.drafting import draft_tree
 from research.replay import Replayed, path_log_probs, replay, speedup, summary
 from specengine import policies
 from specengine.costs import PUBLISHED, PassCosts, find_costs, interpolated
-from specengine.cycle import draft_tree, walk
+from specengine.cycle import walk
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops import Nodes

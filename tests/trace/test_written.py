@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from research.drafting import draft_tree
 from specengine import policies
-from specengine.cycle import draft_tree
 from specengine.errors import InputError
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds

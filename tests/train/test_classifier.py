@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from research.drafting import draft_tree
 from specengine import ops, policies
 from specengine.cli import main
-from specengine.cycle import draft_tree
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.ops.select import Step

@@ -164,10 +164,10 @@ double distance(const float* got, const Row& exact) {
 
 namespace naive {
 
-Row norm(const Row& x, const Row& weight) {
+Row norm(const Row& x, const Row& weight, float eps) {
   double squares = 0.0;
   for (const double value : x) squares += value * value;
-  const double root = 1.0 / std::sqrt(squares / static_cast<double>(x.size()) + static_cast<double>(kEps));
+  const double root = 1.0 / std::sqrt(squares / static_cast<double>(x.size()) + static_cast<double>(eps));
   Row out(x.size());
   for (size_t i = 0; i < x.size(); ++i) out[i] = x[i] * root * weight[i];
   return out;
@@ -458,7 +458,8 @@ Row Layer::by_experts(const Row& x) const {
 
 Row Layer::normed(const std::string& name, const Row& x) const {
   const auto weight = toy_.vectors.find(prefix_ + name);
-  return weight == toy_.vectors.end() ? x : norm(x, weight->second);
+  const bool added = blocks_.added_eps >= 0.0f && name.find("output_norm") != std::string::npos;
+  return weight == toy_.vectors.end() ? x : norm(x, weight->second, added ? blocks_.added_eps : kEps);
 }
 
 Row Layer::heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const {

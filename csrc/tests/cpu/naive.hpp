@@ -10,6 +10,8 @@ namespace cpu_test {
 
 using Row = std::vector<double>;
 
+constexpr float kEps = 1e-6f;
+
 enum class Mixes { none, convolution, delta, mamba };
 
 // Set what a family has beside Llama's blocks.
@@ -31,6 +33,8 @@ struct Blocks {
   cpu::Recurrence recurrence = {};   // of all mixers
   bool gated = false;                // attention, by gates of all channels
   bool by_head = false;              // by one of each head instead
+  bool normed = false;               // embeddings
+  float added_eps = -1.0f;           // of norms of what is added, below 0: that of the others
 };
 
 struct ToyShape {
@@ -44,8 +48,6 @@ struct ToyShape {
   Mixes mixer(size_t layer) const { return blocks.mixers.empty() ? Mixes::none : blocks.mixers[layer]; }
   int64_t window(size_t layer) const { return blocks.windows.empty() ? 0 : blocks.windows[layer]; }
 };
-
-constexpr float kEps = 1e-6f;
 
 struct Dense {
   int64_t outputs = 0, inputs = 0;
@@ -82,7 +84,7 @@ class Toy {
 
 namespace naive {
 
-Row norm(const Row& x, const Row& weight);
+Row norm(const Row& x, const Row& weight, float eps = kEps);
 
 struct Positions {
   std::vector<float> frequencies;

@@ -60,6 +60,7 @@ ToyDecoder::ToyDecoder(const ToyShape& shape, int threads, int64_t period) : sha
     toy.add("lm_head", shape.kind, repeated(head, period));
   }
   toy.vector("model.norm.weight", shape.hidden, 1.0, 0.2);
+  if (shape.blocks.normed) toy.vector("model.embed_norm.weight", shape.hidden, 1.0, 0.2);
   for (int64_t i = 0; i < kLayers; ++i) {
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     toy.layer(prefix, shape, shape.hidden, shape.mixer(static_cast<size_t>(i)));
@@ -75,6 +76,7 @@ ToyDecoder::Exact ToyDecoder::exact(const std::vector<int64_t>& tokens, const na
     const auto row = embedding.weights.begin() + token * shape.hidden;
     x.emplace_back(row, row + shape.hidden);
     for (double& value : x.back()) value *= static_cast<double>(shape.blocks.embedding);
+    if (shape.blocks.normed) x.back() = naive::norm(x.back(), toy.vectors.at("model.embed_norm.weight"));
   }
   const auto normed = [&](const std::string& name) {
     std::vector<Row> rows;
@@ -109,7 +111,8 @@ Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(to
                           : blocks.plain ? cpu::Activation::relu
                           : blocks.gelu  ? cpu::Activation::gelu_tanh
                                          : cpu::Activation::silu;
-  const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual, blocks.routing};
+  const cpu::Form form{shape_.hidden, kEps, activation, blocks.scale, blocks.residual, blocks.routing,
+                        blocks.added_eps};
   const cpu::Shape sizes{kLayers, shape_.hidden, shape_.vocabulary, shape_.heads, form, blocks.embedding, blocks.divisor,
                          blocks.recurrence};
   const std::vector<cpu::Rope> ropes{rope_of(first_positions(shape_)), rope_of(second_positions(shape_))};

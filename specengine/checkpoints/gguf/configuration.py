@@ -85,7 +85,7 @@ def _stored() -> dict[str, list[tuple[str, families.Family, families.GGUF]]]:
     """
     by_architecture: dict[str, list[tuple[str, families.Family, families.GGUF]]] = {}
     for name, family in families.known().items():
-        if (form := family.gguf) is not None:
+        if (form := family.gguf) is not None and name in CONFIG_MAPPING:
             for architecture in (form.architecture, *form.others):
                 by_architecture.setdefault(architecture, []).append((name, family, form))
     return {
@@ -172,6 +172,21 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
         for field, tensor in form.without.items()
     }
     fields |= {field: metadata.value(key) for key, field in form.keys.items()}
+    for tensor, field in form.constants.items():
+        numbers = [
+            number
+            for name in file.tensors
+            if re.fullmatch(rf"blk\.\d+\.{re.escape(tensor)}", name)
+            for number in file.numbers(name).ravel().tolist()
+        ]
+        require_supported(
+            f"{file.path}: {tensor} must hold {'one number above 0' if field else '1'} in all layers",
+            len(numbers) == sizes["layers"] * sizes["head_dim"]
+            and len(set(numbers)) == 1
+            and 0 < numbers[0] < math.inf
+            and (bool(field) or numbers[0] == 1),
+        )
+        fields |= {field: numbers[0]} if field else {}
     fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, form)}
     fields |= {
         "tie_word_embeddings": _OUTPUT not in file.tensors,
@@ -457,6 +472,7 @@ def require_complete(
     for key, shape in shapes.items():
         expected |= _split(config, names[key], turned(config, shape), rows)
     unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
+    form: Any = families.known()[config.model_type].gguf
     drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
     scales = {  # of NVFP4 matrices, and of inputs, which are not rounded to four bits here
         name.removesuffix("weight") + ending
@@ -470,7 +486,10 @@ def require_complete(
         if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
         else tensor.shape
         for name, tensor in file.tensors.items()
-        if _block(name) not in drafts and name not in scales and not name.startswith(unread)
+        if _block(name) not in drafts
+        and name not in scales
+        and not name.startswith(unread)
+        and not name.endswith(tuple(form.constants))
     }
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {

@@ -10,7 +10,7 @@ import pkgutil
 
 from specengine.models.families.blocks import (
     CONVOLUTIONS,
-    GATED_NORM,
+    GATED_NORMS,
     ROUTER_NORM,
     SLIDING,
     STATES,
@@ -51,7 +51,7 @@ from specengine.models.families.family import (
 
 __all__ = [
     "CONVOLUTIONS",
-    "GATED_NORM",
+    "GATED_NORMS",
     "GGUF",
     "ROUTER_NORM",
     "SLIDING",

@@ -18,7 +18,6 @@ ATTENTION = Layer(
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     return (
         ATTENTION
         if config.layer_types[number] != RECURRENT

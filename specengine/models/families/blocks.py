@@ -14,7 +14,8 @@ STATES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}
 NO_LIMITS = (0.0, float("inf"))
 LATENT = "self_attn.kv_b_proj"  # keys and values of all heads, made of latents
 ROUTER_NORM = "router_norm"  # of ExpertsWithDense: is divided by the root of the hidden size
-GATED_NORM = "linear_attn.norm"  # of GatedDelta: multiplies by its weights whatever a family's other norms do
+# of GatedDelta, here and in GGUF files: multiplies by its weights whatever a family's other norms do
+GATED_NORMS = ".linear_attn.norm", ".ssm_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,17 @@ class Attention:
 
     v               None where values are what keys are made of
     reads           the layer before whose keys and values are read, so that k, v and k_norm are None; None for its own
-    v_normed        whether values are normed, by no weights
     q_norm, k_norm  RMS norms of queries and keys before the rotation, or None: of each head or, if `whole_norms`, of
                     the channels of all heads as one
+    unweighted      norms of each head that have no weights: of q_norm, k_norm and v_norm
     windows         the layers whose windows the config's `sliding_window` is: none, all, or those that its
                     `layer_types` calls sliding_attention
     turns           whether a layer of a config turns channels by position
     partial         whether `partial_rotary_factor` counts: then the first channels of a head alone may be turned
     neighbours      channels 2 i and 2 i + 1 of a head are turned together instead
     sinks           scores of each head besides those of places, of no value; or None
-    gated           what a head gives is multiplied by the sigmoid of a gate, whose rows stand after the head's queries
+    gates           whose sigmoids multiply what heads give, or None; of the name of q: rows of gates stand after each
+                    head's queries
     head_gates      a gate for each head instead, which multiplies all that it gives
     query_factors   those of a config, or None
     """
@@ -129,11 +131,11 @@ class Attention:
     partial: bool = False
     neighbours: bool = False
     sinks: Name | None = None
-    gated: bool = False
+    gates: Name | None = None
     head_gates: Name | None = None
     query_factors: Callable[[Any], QueryFactors | None] = lambda config: None
     reads: int | None = None
-    v_normed: bool = False
+    unweighted: tuple[str, ...] = ()
 
     def place(self, config: Any, layer: int) -> Place:
         """Return how a layer of this config sees positions."""
@@ -149,7 +151,9 @@ class Attention:
     def orders(self, shape: Shape) -> dict[str, list[int]]:
         """Return the stored row for each row of a module's parts, where these are not one after the other."""
         return (
-            {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)} if self.gated else {}
+            {self.q.transformers: _apart(shape.heads, [shape.head_dim] * 2)}
+            if self.gates == self.q
+            else {}
         )
 
     @property
@@ -173,7 +177,7 @@ class Attention:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return present(
             ("self_attn.q_proj", self.q, queries),
-            ("self_attn.gate_proj", self.q if self.gated else None, queries),
+            ("self_attn.gate_proj", self.gates, queries),
             ("self_attn.gate_proj", self.head_gates, shape.heads),
             ("self_attn.k_proj", self.k, keys),
             ("self_attn.v_proj", self.v, keys),
@@ -386,7 +390,7 @@ class GatedDelta(Mixer):
                 self.heads,
             ),
             ("linear_attn.conv1d", Name("linear_attn.conv1d", "ssm_conv1d"), channels),
-            (GATED_NORM, Name("linear_attn.norm", "ssm_norm"), self.value_size),
+            ("linear_attn.norm", Name("linear_attn.norm", "ssm_norm"), self.value_size),
             ("linear_attn.out_proj", Name("linear_attn.out_proj", "ssm_out"), shape.hidden),
         )
 

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Experts, Layer, Routing, latent_of, shared_experts
+from specengine.models.families import Experts, GatedMLP, Layer, Routing, latent_of, shared_experts
 from specengine.models.families import deepseek_v3 as third
 
 
 def layer(config: Any, number: int) -> Layer:
-    attention = latent_of(config, neighbours=True)
-    if number < config.first_k_dense_replace:
-        return Layer(attention=attention)
+    dense = number < config.first_k_dense_replace
     groups, kept_groups = (
         (config.n_group, config.topk_group)
         if config.topk_method == "group_limited_greedy"
@@ -33,7 +31,7 @@ def layer(config: Any, number: int) -> Layer:
         shared=shared_experts("shared_experts"),
         shared_inner=config.moe_intermediate_size * config.n_shared_experts,
     )
-    return Layer(attention=attention, mlp=experts)
+    return Layer(attention=latent_of(config, neighbours=True), mlp=GatedMLP() if dense else experts)
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

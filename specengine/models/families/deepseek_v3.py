@@ -8,6 +8,7 @@ from specengine.models.families import (
     GGUF,
     Experts,
     Family,
+    GatedMLP,
     Latent,
     Layer,
     Name,
@@ -33,10 +34,10 @@ def experts(config: Any) -> Experts:
 
 
 def layer(config: Any, number: int) -> Layer:
-    attention = latent_of(config, neighbours=bool(config.rope_interleave))
-    if number < config.first_k_dense_replace:
-        return Layer(attention=attention)
-    return Layer(attention=attention, mlp=experts(config))
+    return Layer(
+        attention=latent_of(config, neighbours=bool(config.rope_interleave)),
+        mlp=GatedMLP() if number < config.first_k_dense_replace else experts(config),
+    )
 
 
 SIGMOID = 2  # of expert_gating_func

@@ -7,6 +7,7 @@ from specengine.models.families import (
     Attention,
     Experts,
     Family,
+    GatedMLP,
     Layer,
     Name,
     Routing,
@@ -24,8 +25,6 @@ def is_sparse(config: Any, number: int) -> bool:
 
 
 def layer(config: Any, number: int) -> Layer:
-    if not is_sparse(config, number):
-        return Layer(attention=ATTENTION)
     shared = config.moe_num_shared_experts
     experts = Experts(
         config.moe_num_experts,
@@ -35,7 +34,7 @@ def layer(config: Any, number: int) -> Layer:
         shared=shared_experts("shared_experts") if shared else None,
         shared_inner=config.moe_intermediate_size * shared,
     )
-    return Layer(attention=ATTENTION, mlp=experts)
+    return Layer(attention=ATTENTION, mlp=experts if is_sparse(config, number) else GatedMLP())
 
 
 def alone(config: Any, number: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ ATTENTION = replace(separate.ATTENTION, attention=Attention())
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     return replace(ATTENTION, mixer=mixer(config))
 
 

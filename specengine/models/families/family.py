@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from specengine.models.families.blocks import (
+    GATED_NORMS,
     NO_ROUTING,
     Attention,
     Layer,
@@ -95,7 +96,10 @@ def scaled_context(config: Any, limit: int) -> int:
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of sizes and settings in transformers' config; no activation is silu."""
+    """The names of sizes and settings in transformers' config; no activation is silu.
+
+    added_eps  of the norms of what is added; empty: eps
+    """
 
     layers: str = "num_hidden_layers"
     hidden: str = "hidden_size"
@@ -105,6 +109,7 @@ class Fields:
     kv_heads: str = "num_key_value_heads"
     head_dim: str = "head_dim"
     eps: str = "rms_norm_eps"
+    added_eps: str = ""
     context: str = "max_position_embeddings"
     activation: str = "hidden_act"
 
@@ -131,6 +136,8 @@ class GGUF:
                   None: all that no other family holds
     by_layer      keys whose values may be lists by layer, which `finish` reads; of these the first is the common one
     without       field of transformers' config -> the tensor that layers with keys of their own may lack if it is set
+    constants    tensors of all layers, [head size], that hold one number -> the field of transformers' config that it
+                 is; empty where it must be 1
     proportional  whether the file's factors on frequencies leave out channels, as proportional positions do
     """
 
@@ -147,6 +154,7 @@ class GGUF:
     holds: Callable[[Callable[[str], Any]], bool] | None = None
     by_layer: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
     proportional: bool = False
 
 
@@ -163,7 +171,9 @@ class Family:
     gguf         None where no GGUF file stores the family under a name of its own
     layer_norms  norms are layer norms, with biases if the checkpoint has them; else RMS norms
     parallel     of a config, whether x += attention(norm(x)) + mlp(norm(x)), of one norm
-    one_is_zero  norms multiply by 1 + their weights; GGUF files store the sum
+    one_is_zero  norms multiply by 1 + their weights, and GGUF files store the sum
+    plain_norms  the ends of the names of norms that do not, in csrc/cpu and in GGUF files
+    normed       embeddings are normed, by no weights
     factors      those of a config
     scaled       from a config: what multiplies inputs and outputs of modules of layers, by their names in csrc/cpu
     stored       what folders have in names of tensors, and what transformers makes of it
@@ -173,6 +183,7 @@ class Family:
     unread       from a config: modules that files hold and the model does not read
     alternating  stacks of experts are [experts, inputs, outputs], and gates and ups take turns
     activation   by its name in csrc/cpu, whatever the config's is called; empty: the config's
+    causal_lm    returns the class of a causal LM where transformers has none of this type; None where it has
     """
 
     layer: Layer | Callable[[Any, int], Layer] = Layer()
@@ -190,6 +201,8 @@ class Family:
     layer_norms: bool = False
     parallel: Callable[[Any], bool] = lambda config: False
     one_is_zero: bool = False
+    plain_norms: tuple[str, ...] = GATED_NORMS
+    normed: bool = False
     factors: Callable[[Any], Factors] = lambda config: Factors()
     scaled: Callable[[Any], Mapping[str, Scaled]] = lambda config: {}
     stored: Mapping[str, str] = field(default_factory=dict)
@@ -199,6 +212,7 @@ class Family:
     unread: Callable[[Any], list[Name]] = lambda config: []
     alternating: bool = False
     activation: str = ""
+    causal_lm: Callable[[], Any] | None = None
 
     def shape(self, config: Any) -> Shape:
         """Return the sizes that a config states; a head's is hidden size / heads where it states none."""

@@ -1,6 +1,7 @@
 """Gemma 4, its text: other heads without windows, keys and values that later layers read, inputs of single layers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from specengine.models.families import (
@@ -21,7 +22,10 @@ from specengine.models.families import (
 K_NORM = Name("self_attn.k_norm", "attn_k_norm")
 GATE_UP = Name("experts.gate_up_proj", "ffn_gate_up_exps.weight")
 ATTENTION = Attention(
-    q_norm=Name("self_attn.q_norm", "attn_q_norm"), k_norm=K_NORM, windows="by type", v_normed=True
+    q_norm=Name("self_attn.q_norm", "attn_q_norm"),
+    k_norm=K_NORM,
+    windows="by type",
+    unweighted=("v_norm",),
 )
 
 
@@ -40,16 +44,11 @@ def reads(config: Any, number: int) -> int | None:
 def attention(config: Any, number: int) -> Attention:
     source = reads(config, number)
     shares = bool(config.attention_k_eq_v) and config.layer_types[number] != SLIDING
-    if source is not None:
-        return Attention(
-            q_norm=ATTENTION.q_norm, k=None, v=None, windows="by type", v_normed=True, reads=source
-        )
-    return Attention(
-        q_norm=ATTENTION.q_norm,
-        k_norm=K_NORM,
-        v=None if shares else ATTENTION.v,
-        windows="by type",
-        v_normed=True,
+    owning = replace(ATTENTION, v=None if shares else ATTENTION.v)
+    return (
+        owning
+        if source is None
+        else replace(owning, k=None, v=None, k_norm=None, unweighted=(), reads=source)
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specengine.models.families import Attention, Family, Layer, Name
+from specengine.models.families import Attention, Family, GatedMLP, Layer, Name
 from specengine.models.families.deepseek_v3 import CHOICE, experts
 
 PLAIN = Attention(partial=True)
@@ -14,10 +14,10 @@ NORMED = Attention(
 
 
 def layer(config: Any, number: int) -> Layer:
-    attention = NORMED if config.use_qk_norm else PLAIN
-    if number < config.first_k_dense_replace:
-        return Layer(attention=attention)
-    return Layer(attention=attention, mlp=experts(config))
+    return Layer(
+        attention=NORMED if config.use_qk_norm else PLAIN,
+        mlp=GatedMLP() if number < config.first_k_dense_replace else experts(config),
+    )
 
 
 FAMILY = Family(

@@ -3,15 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Layer, latent_of
+from specengine.models.families import GatedMLP, Layer, latent_of
 from specengine.models.families import deepseek_v3 as deepseek
 
 
 def layer(config: Any, number: int) -> Layer:
-    attention = latent_of(config, neighbours=bool(config.rope_interleave))
-    if config.mlp_layer_types[number] == "dense":
-        return Layer(attention=attention)
-    return Layer(attention=attention, mlp=deepseek.experts(config))
+    dense = config.mlp_layer_types[number] == "dense"
+    return Layer(
+        attention=latent_of(config, neighbours=bool(config.rope_interleave)),
+        mlp=GatedMLP() if dense else deepseek.experts(config),
+    )
 
 
 FAMILY = replace(

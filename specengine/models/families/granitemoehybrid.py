@@ -24,7 +24,6 @@ def shared(suffix: str) -> GatedMLP:
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     dense = replace(ATTENTION, mlp=shared(""))
     experts = sparse.layer(config, number).mlp
     if config.num_local_experts and isinstance(experts, Experts):

@@ -33,10 +33,11 @@ ATTENTION = Layer(
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
-    if config.layer_types[number] != CONVOLUTION:
-        return ATTENTION
-    return replace(ATTENTION, attention=None, mixer=ShortConvolution(config.conv_L_cache))
+    return (
+        ATTENTION
+        if config.layer_types[number] != CONVOLUTION
+        else replace(ATTENTION, attention=None, mixer=ShortConvolution(config.conv_L_cache))
+    )
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

@@ -10,10 +10,6 @@ CHOICE = "feed_forward.expert_bias"
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
-    dense_layer = dense.layer(config, number)
-    if number < config.num_dense_layers:
-        return dense_layer
     scores = "normalised sigmoid" if config.norm_topk_prob else "sigmoid"
     experts = Experts(
         config.num_experts,
@@ -25,7 +21,8 @@ def layer(config: Any, number: int) -> Layer:
         down=Name("feed_forward.experts.down_proj", "ffn_down_exps.weight"),
         choice=Name(CHOICE, "exp_probs_b.bias") if config.use_expert_bias else None,
     )
-    return replace(dense_layer, mlp=experts)
+    blocks = dense.layer(config, number)
+    return blocks if number < config.num_dense_layers else replace(blocks, mlp=experts)
 
 
 FAMILY = replace(

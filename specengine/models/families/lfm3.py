@@ -21,7 +21,6 @@ ATTENTION = replace(
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     chosen = ATTENTION
     if not config.use_sandwich_norm:
         chosen = replace(chosen, attention_output_norm=None, mlp_output_norm=None)

@@ -7,6 +7,7 @@ from specengine.models.families import (
     Attention,
     Experts,
     Family,
+    GatedMLP,
     Layer,
     Name,
     Routing,
@@ -34,8 +35,6 @@ def alone(config: Any, number: int) -> dict[str, Any]:
 
 
 def layer(config: Any, number: int) -> Layer:
-    if not is_sparse(config, number):
-        return Layer(attention=ATTENTION)
     experts = Experts(
         config.num_experts,
         config.moe_intermediate_size,
@@ -44,7 +43,7 @@ def layer(config: Any, number: int) -> Layer:
         shared_inner=config.shared_expert_intermediate_size,
         shared_gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
     )
-    return Layer(attention=ATTENTION, mlp=experts)
+    return Layer(attention=ATTENTION, mlp=experts if is_sparse(config, number) else GatedMLP())
 
 
 FAMILY = Family(

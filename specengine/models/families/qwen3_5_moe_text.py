@@ -8,7 +8,6 @@ from specengine.models.families import qwen3_5_text as dense
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     experts = Experts(
         config.num_experts,
         config.moe_intermediate_size,

@@ -12,26 +12,24 @@ ATTENTION = Layer(
         q_norm=Name("self_attn.q_norm", "attn_q_norm"),
         k_norm=Name("self_attn.k_norm", "attn_k_norm"),
         partial=True,
-        gated=True,
+        gates=Name("self_attn.q_proj", "attn_q"),
     ),
     mlp_norm=Name("post_attention_layernorm", "post_attention_norm"),
 )
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
-    if config.layer_types[number] != RECURRENT:
-        return ATTENTION
-    return replace(
-        ATTENTION,
-        attention=None,
-        mixer=GatedDelta(
-            taps=config.linear_conv_kernel_dim,
-            key_heads=config.linear_num_key_heads,
-            heads=config.linear_num_value_heads,
-            key_size=config.linear_key_head_dim,
-            value_size=config.linear_value_head_dim,
-        ),
+    delta = GatedDelta(
+        taps=config.linear_conv_kernel_dim,
+        key_heads=config.linear_num_key_heads,
+        heads=config.linear_num_value_heads,
+        key_size=config.linear_key_head_dim,
+        value_size=config.linear_value_head_dim,
+    )
+    return (
+        ATTENTION
+        if config.layer_types[number] != RECURRENT
+        else replace(ATTENTION, attention=None, mixer=delta)
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specengine.models.families import GGUF, Attention, Experts, Family, Layer, Name
+from specengine.models.families import GGUF, Attention, Experts, Family, GatedMLP, Layer, Name
 from specengine.models.families.qwen2_moe import alone, is_sparse, routing_of
 
 NORMED = Attention(
@@ -13,10 +13,8 @@ NORMED = Attention(
 
 
 def layer(config: Any, number: int) -> Layer:
-    if not is_sparse(config, number):
-        return Layer(attention=NORMED)
     experts = Experts(config.num_experts, config.moe_intermediate_size, routing_of(config))
-    return Layer(attention=NORMED, mlp=experts)
+    return Layer(attention=NORMED, mlp=experts if is_sparse(config, number) else GatedMLP())
 
 
 FAMILY = Family(

@@ -9,7 +9,6 @@ from specengine.models.families.qwen2_moe import alone, is_sparse, routing_of
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     plain_layer = plain.layer(config, number)
     if isinstance(plain_layer.mixer, GatedDelta):
         plain_layer = replace(plain_layer, mixer=replace(plain_layer.mixer, fused=True))

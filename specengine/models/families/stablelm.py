@@ -8,7 +8,6 @@ ATTENTION = Attention(partial=True)
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the blocks of a layer."""
     norm = None if config.use_parallel_residual else Name("post_attention_layernorm", "ffn_norm")
     return Layer(attention=ATTENTION, mlp_norm=norm)
 

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from specengine.errors import UnsupportedModelError, require_supported
 from specengine.models.configs import (
+    ACTIVATIONS,
     activation_of,
     empty_model,
     family_of,
@@ -36,7 +37,6 @@ from specengine.models.extension import (
 )
 from specengine.models.families import (
     CONVOLUTIONS,
-    GATED_NORM,
     ROUTER_NORM,
     Factors,
     Latent,
@@ -249,6 +249,10 @@ class Source(ABC):
         del tokens, ids
         family = family_of(self.config)
         factors, inputs = family.factors(self.config), {"inputs_embeds": embeddings[None]}
+        if family.normed:
+            inputs["inputs_embeds"] = torch.rms_norm(
+                embeddings[None], embeddings.shape[-1:], eps=family.shape(self.config).eps
+            )
         if factors.in_module or factors.by_token:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] * factors.embedding
         if layer_inputs is not None and (of := family.own_inputs(self.config)) is not None:
@@ -439,7 +443,7 @@ class PackedModel:
             if weight is not None
         )
         self.stored = ", ".join(filter(None, kinds_packed))
-        self._add_value_norms(at)
+        self._add_ones(at)
         self._add_factors()
         keys, routing = list(ropes), family.routing(self.config)
         counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
@@ -454,7 +458,7 @@ class PackedModel:
                 shape.kv_heads,
                 shape.head_dim,
             ],
-            activation_of(self.config),
+            family.activation or ACTIVATIONS[activation_of(self.config)],
             [shape.eps, *(getattr(factors, name) for name in _NUMBERS)],
             self.weights,
             list(ropes.values()),
@@ -476,8 +480,9 @@ class PackedModel:
         family = self.family
         queries = family.attention.query_factors(self.config)
         attention = family.attention_of(self.config)
-        mixer = family.mixer(self.config)
+        mixer, added_eps = family.mixer(self.config), family.fields.added_eps
         traits = {
+            "added epsilon": [getattr(self.config, added_eps)] if added_eps else None,
             "latent": attention.sizes if isinstance(attention, Latent) else None,
             "query factors": None if queries is None else [queries.every, *queries.factors],
             "layer norms": [] if family.layer_norms else None,
@@ -486,16 +491,18 @@ class PackedModel:
         }
         return {name: values for name, values in traits.items() if values is not None}
 
-    def _add_value_norms(self, shapes: Sequence[Shape]) -> None:
-        """Add weights of one for values that are normed by none."""
-        for number, layer in enumerate(self.family.layers_of(self.config)):
-            if (
-                (attention := layer.attention) is not None
-                and attention.v_normed
-                and attention.reads is None
-            ):
-                ones = torch.ones(shapes[number].head_dim, dtype=torch.float32, device="cpu")
-                self.weights.add_vector(f"model.layers.{number}.self_attn.v_norm.weight", ones)
+    def _add_ones(self, shapes: Sequence[Shape]) -> None:
+        """Add weights of one for norms that have none."""
+        sizes = {
+            f"model.layers.{number}.self_attn.{name}.weight": shapes[number].head_dim
+            for number, layer in enumerate(self.family.layers_of(self.config))
+            if layer.attention is not None
+            for name in layer.attention.unweighted
+        }
+        if self.family.normed:
+            sizes["model.embed_norm.weight"] = self.shape.hidden
+        for name, size in sizes.items():
+            self.weights.add_vector(name, torch.ones(size, dtype=torch.float32, device="cpu"))
 
     def _add_factors(self) -> None:
         """Add what the outputs of modules are multiplied by."""
@@ -555,8 +562,8 @@ class PackedModel:
         scaled = self.family.scaled(self.config).get(module.split(".", 3)[-1])
         if scaled is not None and kind == "bias":  # which both factors multiply in csrc/cpu
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() / scaled.inputs)
-        norm = len(weight.shape) == 1 and kind == "weight" and not module.endswith(GATED_NORM)
-        if self.family.one_is_zero and norm:
+        norm = len(weight.shape) == 1 and kind == "weight"
+        if self.family.one_is_zero and norm and not f".{module}".endswith(self.family.plain_norms):
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
         if weight.name.endswith(f".{ROUTER_NORM}"):
             return Weight.of(

@@ -13,13 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from research.drafting import draft_tree
 from research.ltd.candidates import CandidateTrees, log_candidates
 from research.ltd.grounds import live_cycles
 from research.ltd.observations import depth_observation, size_observation
 from research.ltd.outcomes import Outcomes, hold_back, path_ranks, split
 from research.ltd.steered import steered_policy
 from specengine import policies
-from specengine.cycle import draft_tree, walk
+from specengine.cycle import walk
 from specengine.engine import Engine
 from specengine.errors import InputError
 from specengine.policies._ltd import Networks
