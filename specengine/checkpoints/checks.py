@@ -282,7 +282,14 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
         )
     _require_applicable(adapter, Path(file).parent)
     if adapter.base != name:
-        _require_base(adapter, offline)
+        absent = why_absent(adapter.base, offline=offline)
+        if absent is None and (Path(adapter.base) / ADAPTER_CONFIG_NAME).exists():
+            whole = (Path(adapter.base) / CONFIG_NAME).exists()
+            absent = None if whole else "it is an adapter itself"
+        require_supported(
+            f"{adapter.described} for {adapter.base!r:.300} ({_BASE}), and {absent}; correct that field, or {_REMEDY}",
+            absent is None,
+        )
     return adapter
 
 
@@ -351,13 +358,3 @@ def _adds_more_than_layers(config: Any) -> bool:
 
 def _name_of(kind: Any) -> str:
     return str(getattr(kind, "value", kind))
-
-
-def _require_base(adapter: Adapter, offline: bool) -> None:
-    absent = why_absent(adapter.base, offline=offline)
-    if absent is None and (Path(adapter.base) / ADAPTER_CONFIG_NAME).exists():
-        absent = None if (Path(adapter.base) / CONFIG_NAME).exists() else "it is an adapter itself"
-    require_supported(
-        f"{adapter.described} for {adapter.base!r:.300} ({_BASE}), and {absent}; correct that field, or {_REMEDY}",
-        absent is None,
-    )

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
-from specengine.checkpoints import layouts
+from specengine.checkpoints import gguf, layouts
 from specengine.checkpoints.checks import why_absent, wrapped
-from specengine.checkpoints.gguf import KINDS, dequantize
 from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
 from specengine.errors import CheckpointError, kind_of, require_intact, shown, why_not_loaded
 from specengine.files import atomic, read_object, write_whole
@@ -54,6 +53,24 @@ __all__ = [
 
 MAX_WEIGHT = 1e30  # nearer to what float32 holds, sums of a few are not finite
 State = dict[str, Tensor]  # names as of EagleHead.state_dict()
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "i64": torch.int64}  # of kinds in GGUF files
+_GGUF_NAMES = {
+    "token_embd.": "embed_tokens.",
+    "output.": "lm_head.",
+    "output_norm.": "norm.",
+    "enc.output_norm.": "input_norm.",
+    "blk.0.attn_norm.": "layers.0.input_layernorm.",
+    "blk.0.hidden_norm.": "layers.0.hidden_norm.",  # before llama.cpp read such heads
+    "blk.0.attn_norm_2.": "layers.0.hidden_norm.",
+    "blk.0.attn_q.": "layers.0.self_attn.q_proj.",
+    "blk.0.attn_k.": "layers.0.self_attn.k_proj.",
+    "blk.0.attn_v.": "layers.0.self_attn.v_proj.",
+    "blk.0.attn_output.": "layers.0.self_attn.o_proj.",
+    "blk.0.ffn_norm.": "layers.0.post_attention_layernorm.",
+    "blk.0.ffn_gate.": "layers.0.mlp.gate_proj.",
+    "blk.0.ffn_up.": "layers.0.mlp.up_proj.",
+    "blk.0.ffn_down.": "layers.0.mlp.down_proj.",
+}
 
 
 @dataclass(frozen=True)
@@ -92,8 +109,10 @@ class HeadOptions:
 
 
 def is_head(path: str | os.PathLike[str]) -> bool:
-    """Return whether the folder holds a draft head, not a whole model, by its config or its tensors' names."""
+    """Return whether a folder, or a GGUF file, holds a draft head, not a whole model."""
     folder = Path(path)
+    if folder.is_file():
+        return gguf.head_architecture(folder) == gguf.EAGLE
     if not (folder / "config.json").is_file():
         return False
     if layouts.is_head(_read_config(folder)):
@@ -112,10 +131,10 @@ def is_head(path: str | os.PathLike[str]) -> bool:
 
 
 def head_folder(draft: str, *, offline: bool = False) -> Path | None:
-    """Return the folder of the head with this path or Hub id, fetched if need be; None where it is no head."""
-    if Path(draft).is_dir():
+    """Return the folder of the head with this path or Hub id, fetched if need be, or its file; None for no head."""
+    if Path(draft).exists():
         return Path(draft) if is_head(draft) else None
-    if Path(draft).exists() or why_absent(draft, offline=offline) is not None:
+    if why_absent(draft, offline=offline) is not None:
         return None
     try:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
@@ -137,7 +156,7 @@ def load_head(
     producer: str | None = None,
     layer_ids: tuple[int, ...] | None = None,
 ) -> Checkpoint:
-    """Read a head of any layout in checkpoints/layouts.
+    """Read a head of any layout in checkpoints/layouts, or of EAGLE-3 in a GGUF file.
 
     producer   the layout whose meaning the config's fields have, where the config does not tell
     layer_ids  the target's hidden states to read, numbered as in transformers' `hidden_states`, instead of the config's
@@ -152,18 +171,39 @@ def load_head(
         f"producer: got {producer!r}, accepted {', '.join(layouts.names())}",
         producer is None or producer in layouts.names(),
     )
-    raw, tensors = _read_config(folder), _read_tensors(folder)
+    place, names = (folder, _GGUF_NAMES) if folder.is_file() else (folder / "config.json", {})
+    raw, tensors = _read_gguf(folder) if names else (_read_config(folder), _read_tensors(folder))
     try:
-        layout = _layout(raw, tensors, producer, layer_ids)
+        layout_class = layouts.layout_of(raw)
+        if producer is not None:  # which may only narrow it down
+            family, layout_class = layout_class.family, layouts.named(producer)
+            require_intact(
+                f"producer: got {producer!r}, but the config has the {family} layout",
+                layout_class.family == family,
+            )
+        named = [with_prefix(name, names) for name in tensors]
+        layout = layout_class(raw, named, chosen=producer is not None, layer_ids=layer_ids)
         config_class = DflashConfig if layout.family == "dflash" else EagleConfig
         config = config_class(version=layout.version, **layout.read())
-        _require_frequencies(config)
+        try:  # each number in range, they may make no positions
+            frequencies, scale = rope_frequencies(config)
+        except (ArithmeticError, ValueError) as error:
+            raise CheckpointError(f"rope_parameters: {error}") from error
+        require_intact(
+            f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite",
+            bool(frequencies.isfinite().all()) and math.isfinite(scale),
+        )
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    prefixes = layout.prefixes(layout.version)
+        raise CheckpointError(f"{place}: {error}") from error
+    prefixes = names or layout.prefixes(layout.version)
     if "fc.weight" not in tensors and (faults := wrapped(["fc.weight"], tensors)):
         raise CheckpointError(f"{folder}: {faults[0]}")
-    state = layout.converted(_renamed(folder, tensors, prefixes))
+    state: State = {}
+    for name, tensor in tensors.items():
+        new = with_prefix(name, prefixes)
+        require_intact(f"{folder}: two tensors have the name {new}", new not in state)
+        state[new] = tensor
+    state = layout.converted(state)
     notes = [
         *layout.notes,
         *_leave_out(config, state),
@@ -179,33 +219,6 @@ def load_head(
     _check(folder, config, state, {new: old for old, new in prefixes.items()})
     return Checkpoint(
         config, state, HeadReading(layout.family, layout.name(), config.kind, tuple(notes))
-    )
-
-
-def _layout(
-    raw: dict[str, Any], tensors: State, producer: str | None, layer_ids: tuple[int, ...] | None
-) -> layouts.Layout:
-    """Return the layout of this config, which the producer, if one is named, may only narrow down."""
-    layout = layouts.layout_of(raw)
-    if producer is not None:
-        chosen = layouts.named(producer)
-        require_intact(
-            f"producer: got {producer!r}, but the config has the {layout.family} layout",
-            chosen.family == layout.family,
-        )
-        layout = chosen
-    return layout(raw, tensors, chosen=producer is not None, layer_ids=layer_ids)
-
-
-def _require_frequencies(config: EagleConfig) -> None:
-    """Raise CheckpointError where the rotary set, each number of it in range, makes no positions."""
-    try:
-        frequencies, scale = rope_frequencies(config)
-    except (ArithmeticError, ValueError) as error:
-        raise CheckpointError(f"rope_parameters: {error}") from error
-    require_intact(
-        f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite",
-        bool(frequencies.isfinite().all()) and math.isfinite(scale),
     )
 
 
@@ -297,31 +310,43 @@ def _read_tensors(folder: Path) -> State:
     return dict(_unpacked(folder, name, tensors) for name in tensors)
 
 
+def _read_gguf(path: Path) -> tuple[dict[str, Any], State]:
+    """Return the config and the tensors of a GGUF file; numbers in blocks become bfloat16."""
+    with gguf.read(path) as file:
+        raw, tensors = gguf.eagle_config(file), {}
+        for name, stored in file.tensors.items():
+            tensor = torch.from_numpy(file.numbers(name)).to(
+                _DTYPES.get(stored.kind, torch.bfloat16)
+            )
+            turned = name.startswith(("blk.0.attn_q.", "blk.0.attn_k."))
+            if turned and len(tensor) % raw["head_dim"] == 0:  # neighbours, not halves of a head
+                pairs = tensor.unflatten(0, (-1, raw["head_dim"] // 2, 2))
+                tensor = pairs.transpose(1, 2).flatten(0, 2)
+            elif name == "d2t" and "blk.0.hidden_norm.weight" not in file.tensors:  # ids
+                tensor = tensor - torch.arange(
+                    tensor.numel(), dtype=torch.int64, device="cpu"
+                ).view_as(tensor)
+            tensors[name] = tensor
+    tensors.pop(gguf.ROPE_FACTORS, None)  # which the config tells
+    return raw, tensors
+
+
 def _unpacked(folder: Path, name: str, tensors: State) -> tuple[str, Tensor]:
     """Return a tensor under its name; in bfloat16 where it is stored as blocks, uint8 NAME.KIND, of a kind of ggml."""
     tensor, (base, _, kind) = tensors[name], name.rpartition(".")
-    if tensor.dtype != torch.uint8 or kind.lower() not in KINDS:
+    if tensor.dtype != torch.uint8 or kind.lower() not in gguf.KINDS:
         return name, tensor
-    block = KINDS[kind.lower()]
+    block = gguf.KINDS[kind.lower()]
     require_intact(
         f"{folder}: {name} has shape {list(tensor.shape)}, accepted rows of whole blocks of {block.bytes} bytes, "
         f"and no {base} beside them",
         tensor.ndim == 2 and not tensor.shape[1] % block.bytes and base not in tensors,
     )
     shape = len(tensor), tensor.shape[1] // block.bytes * block.elements
-    return base, torch.from_numpy(dequantize(kind.lower(), tensor.numpy(), shape)).bfloat16()
+    return base, torch.from_numpy(gguf.dequantize(kind.lower(), tensor.numpy(), shape)).bfloat16()
 
 
 # ---------------------------------------------------------------------------------------------------- reading tensors
-
-
-def _renamed(folder: Path, tensors: State, prefixes: Mapping[str, str]) -> State:
-    state: State = {}
-    for name, tensor in tensors.items():
-        new = with_prefix(name, prefixes)
-        require_intact(f"{folder}: two tensors have the name {new}", new not in state)
-        state[new] = tensor
-    return state
 
 
 def _leave_out(config: EagleConfig, state: State) -> list[str]:
@@ -363,21 +388,6 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
             draft >= target,
         )
         return notes
-    ids = _drafted_ids(folder, d2t, draft, target)
-    require_intact(
-        f"{folder}: t2d and d2t disagree on which tokens are drafted",
-        t2d is None or torch.equal(t2d.bool().nonzero().flatten(), ids),
-    )
-    if draft == target:
-        return [*notes, "d2t is the identity"]
-    if not d2t.any():
-        notes.append(f"d2t is all zero: the first {draft} of {target} tokens are drafted")
-    state["d2t"] = d2t.to(torch.int64)
-    return notes
-
-
-def _drafted_ids(folder: Path, d2t: Tensor, draft: int, target: int) -> Tensor:
-    """Return the target's token of each column, int64 [draft]; CheckpointError unless they ascend below `target`."""
     require_intact(
         f"{folder}: d2t: int64 [{draft}] is needed, got {kind_of(d2t)}",
         d2t.shape == (draft,) and not d2t.is_floating_point() and d2t.dtype is not torch.bool,
@@ -389,7 +399,16 @@ def _drafted_ids(folder: Path, d2t: Tensor, draft: int, target: int) -> Tensor:
         raise CheckpointError(
             f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {ends}"
         )
-    return ids
+    require_intact(
+        f"{folder}: t2d and d2t disagree on which tokens are drafted",
+        t2d is None or torch.equal(t2d.bool().nonzero().flatten(), ids),
+    )
+    if draft == target:
+        return [*notes, "d2t is the identity"]
+    if not d2t.any():
+        notes.append(f"d2t is all zero: the first {draft} of {target} tokens are drafted")
+    state["d2t"] = d2t.to(torch.int64)
+    return notes
 
 
 def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, str]) -> None:

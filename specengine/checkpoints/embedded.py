@@ -366,7 +366,9 @@ def cache_folder_errors(root: Path) -> Iterator[None]:
     except SpecEngineError:
         raise
     except Exception as error:
-        number = _error_number(error)
+        # safetensors and tokenizers write from Rust: their own exception types, the number only in the text
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         if number in FULL_DISK:
             remedy = "free some space there"
         elif number in NOT_WRITABLE:
@@ -376,11 +378,3 @@ def cache_folder_errors(root: Path) -> Iterator[None]:
         raise CacheFolderError(
             f"the cache folder {root} cannot be used ({error}): {remedy}, or set SPECENGINE_CACHE to another folder"
         ) from error
-
-
-def _error_number(error: Exception) -> int | None:
-    if isinstance(error, OSError):
-        return error.errno
-    # safetensors and tokenizers write from Rust: their own exception types, the number only in the text
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return int(match.group(1)) if match else None

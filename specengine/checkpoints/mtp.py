@@ -67,7 +67,13 @@ def load(name: str, target: LanguageModel) -> MtpHead:
     known or of another shape.
     """
     file, folder = _file_of(target), _folder(name)
-    state = _in_folder(folder, target) if file is None else _in_file(file)
+    if file is None:
+        tensors = {} if folder is None else _tensors(folder)
+        names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
+        stored = stacked({inside: tensors[key] for key, inside in names.items()}, {})
+        state = {inside: tensor.read(0, tensor.shape[0]) for inside, tensor in stored.items()}
+    else:
+        state = _in_file(file)
     require(
         "draft",
         "mtp",
@@ -100,15 +106,13 @@ def _fill(net: torch.nn.Module, state: dict[str, Tensor], dtype: torch.dtype, fa
 
 
 def is_assistant(draft: Any, *, offline: bool = False) -> bool:
-    """Return whether a draft is Gemma 4's assistant: its folder, its Hub id, or the loaded model."""
+    """Return whether a draft is Gemma 4's assistant: its folder, GGUF file or Hub id, or the loaded model."""
     if isinstance(draft, PreTrainedModel):
         return draft.config.model_type in ASSISTANT_TYPES
-    if (
-        not isinstance(draft, str)
-        or Path(draft).is_file()
-        or why_absent(draft, offline=offline) is not None
-    ):
+    if not isinstance(draft, str) or why_absent(draft, offline=offline) is not None:
         return False
+    if Path(draft).is_file():
+        return gguf.head_architecture(draft) == gguf.ASSISTANT
     try:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
     except (OSError, ValueError):
@@ -126,14 +130,16 @@ def load_assistant(
     name = type(draft).__name__ if isinstance(draft, PreTrainedModel) else draft
     try:
         folder = None if isinstance(draft, PreTrainedModel) else Path(draft)
-        if folder is not None and not folder.is_dir():
-            patterns = ["config.json", *WEIGHT_FILES]
+        file = gguf.read(folder) if folder is not None and folder.is_file() else None
+        if folder is not None and not folder.exists():
             folder = Path(
-                snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
+                snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=offline)
             )
         config = (
             draft.config
             if isinstance(draft, PreTrainedModel)
+            else gguf.assistant_config(file)
+            if file is not None
             else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         )
         net = Assistant(config, target.dtype)
@@ -143,28 +149,29 @@ def load_assistant(
         AttributeError,
         TypeError,
     ) as error:  # of transformers' own checks too
-        raise CheckpointError(
-            f"{name}: no assistant can be made of its config.json: {error}"
-        ) from error
+        raise CheckpointError(f"{name}: no assistant can be made of its config: {error}") from error
     state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
-    stored = {} if folder is None else _tensors(folder)
-    state |= {key: tensor.read(0, tensor.shape[0]) for key, tensor in stored.items()}
+    if file is not None:
+        layers = [key for key in net.state_dict() if key.startswith("model.")]
+        names = {one: key for key, (one,) in gguf.tensor_names(net.text_config, layers).items()}
+        state = {
+            names.get(key, key.removeprefix("nextn.")): torch.from_numpy(file.numbers(key)).to(
+                target.dtype
+            )
+            for key in file.tensors
+            # which the config tells, and clusters of tokens, which llama.cpp does not read either
+            if not key.startswith((gguf.ROPE_FACTORS, "masked_embd_"))
+        }
+    elif folder is not None:
+        state = {key: tensor.read(0, tensor.shape[0]) for key, tensor in _tensors(folder).items()}
     state.pop(net.tied, None)
     _fill(net, state, target.dtype, f"{folder or name}: its tensors do not fit its config")
     with_buffers(net.model)
     return AssistantHead(net.to(target.lm.device), target)
 
 
-def _in_folder(folder: Path | None, target: LanguageModel) -> dict[str, Tensor]:
-    """Return the tensors of the head in a folder by their names in MtpLayer; empty where it has none."""
-    tensors = {} if folder is None else _tensors(folder)
-    names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
-    stored = stacked({inside: tensors[key] for key, inside in names.items()}, {})
-    return {inside: tensor.read(0, tensor.shape[0]) for inside, tensor in stored.items()}
-
-
 def _in_file(source: GGUFSource) -> dict[str, Tensor]:
-    """Return the same of a GGUF file, which keeps the head in the block after the model's own."""
+    """Return a head's tensors, by their names in MtpLayer, in the block after a GGUF file's own; empty for none."""
     names = _names_in_file(source.config)
     has = {key: all(one in source.file.tensors for one in stored) for key, stored in names.items()}
     return {

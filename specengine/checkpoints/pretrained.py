@@ -319,11 +319,7 @@ def _read_by_transformers(
 
     Raises `refused` where that reader does not know it either, or this package does and refuses the file's settings.
     """
-    try:
-        file = gguf.read(path)
-    except CheckpointError as error:
-        raise refused from error
-    with file:
+    with gguf.read(path) as file:
         if len(file.parts) > 1 or gguf.is_known(file.metadata):
             raise refused
         try:
@@ -465,10 +461,9 @@ def load_tokenizer(options: LoadOptions) -> Any:
     name = os.fspath(tokenizer)
     try:
         if name == models.embedded.NAME or is_gguf(name):
-            is_default = name == models.embedded.NAME
             path = (
                 models.embedded.gguf(offline=options.offline, progress=options.progress)
-                if is_default
+                if name == models.embedded.NAME
                 else Path(name)
             )
             with gguf.read(path) as file:

@@ -164,7 +164,11 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
             continue
         stack, place = _PLACES[match[3]]
         stacks.setdefault(f"{match[1]}.{stack}", {})[int(match[2]), place] = tensor
-    for name, matrices in _without_gates(stacks):
+    for stack_name, of_stack in stacks.items():
+        name, matrices = stack_name, of_stack
+        if name.endswith(_GATE_UP) and {place for _, place in matrices} == {1}:  # ups alone
+            name = name.replace(_GATE_UP, _UP)
+            matrices = {(expert, 0): matrix for (expert, _), matrix in matrices.items()}
         places = 2 if name.endswith(_GATE_UP) else 1
         places_of_all = [
             (expert, place) for expert in range(len(matrices) // places) for place in range(places)
@@ -179,17 +183,3 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
                 f"{name}.{expert}.{place}": matrix for (expert, place), matrix in matrices.items()
             }
     return by_name
-
-
-def _without_gates(
-    stacks: Mapping[str, dict[tuple[int, int], Any]],
-) -> Iterator[tuple[str, dict[tuple[int, int], Any]]]:
-    """Yield the stacks; those of gates and ups that have ups alone are stacks of these."""
-    for name, matrices in stacks.items():
-        if name.endswith(_GATE_UP) and {place for _, place in matrices} == {1}:
-            yield (
-                name.replace(_GATE_UP, _UP),
-                {(expert, 0): matrix for (expert, _), matrix in matrices.items()},
-            )
-        else:
-            yield name, matrices

@@ -22,7 +22,7 @@ from tests.checkpoints import gguf_files as files
 from tests.checkpoints.gguf_files import ARCHITECTURES, opened
 
 # ggml's number of a type that the gguf package does not unpack, the elements of a block, and its bytes
-UNKNOWN_TO_THE_PACKAGE = {"q1_0": (41, 128, 18), "q2_0": (42, 64, 18)}
+UNKNOWN_TO_THE_PACKAGE = {"q1_0": (41, 128, 18), "q2_0": (42, 64, 18), "i64": (27, 1, 8)}
 KNOWN = [kind for kind in gguf.KINDS if kind not in UNKNOWN_TO_THE_PACKAGE]
 
 
@@ -58,6 +58,15 @@ def test_numbers_and_sizes_of_kinds_are_those_of_the_gguf_package(kind: str) -> 
 @pytest.mark.parametrize("name", UNKNOWN_TO_THE_PACKAGE)
 def test_other_kinds_have_the_numbers_and_sizes_of_ggml(name: str) -> None:
     assert gguf.KINDS[name] == UNKNOWN_TO_THE_PACKAGE[name]
+
+
+def test_integers_are_read_as_numbers(tmp_path: Path) -> None:
+    numbers = np.array([[0, -3], [1 << 24, 7]], np.int64)
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("d2t", numbers)
+    with gguf.read(files.finish(writer, tmp_path / "model.gguf")) as file:
+        assert file.tensors["d2t"].kind == "i64"
+        assert np.array_equal(file.numbers("d2t"), numbers)
 
 
 def one_bit(block: bytes) -> Iterator[float]:

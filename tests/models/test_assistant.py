@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -20,9 +22,10 @@ from transformers import (
 from specengine import Engine
 from specengine.drafters.mtp import Mtp
 from specengine.engine import Pool
-from specengine.errors import CheckpointError, InputError
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
+from tests.checkpoints.gguf_files import finish
 from tests.models.native_engines import needs_extension, plainly
 from tests.toy import VOCABULARY, tiny
 
@@ -241,6 +244,177 @@ def test_damaged_assistants_are_refused(
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing: post_projection\.weight"):
         Engine.from_pretrained(target, str(tmp_path))
+
+
+# ---- in GGUF files
+
+
+LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "pre_projection.weight": "nextn.pre_projection.weight",
+    "post_projection.weight": "nextn.post_projection.weight",
+    **{
+        f"model.layers.{number}.{module}.weight": f"blk.{number}.{stored}.weight"
+        for number in range(3)
+        for module, stored in LAYERS.items()
+    },
+    **{
+        f"model.layers.{number}.layer_scalar": f"blk.{number}.layer_output_scale.weight"
+        for number in range(3)
+    },
+}
+
+
+def in_file(
+    model: PreTrainedModel,
+    path: Path,
+    changes: dict[str, Any] | None = None,
+    more: dict[str, np.ndarray | None] | None = None,
+) -> Path:
+    """Write an assistant as llama.cpp's converter does; changes: of keys; more: tensors; what is None goes."""
+    text = model.config.get_text_config()
+    writer = GGUFWriter(path, "gemma4-assistant")
+    values: dict[str, Any] = {
+        "block_count": 3,
+        "nextn_predict_layers": 3,
+        "context_length": 256,
+        "embedding_length": 24,
+        "embedding_length_out": model.config.backbone_hidden_size,
+        "embedding_length_per_layer_input": 0,
+        "feed_forward_length": 40,
+        "attention.head_count": 4,
+        "attention.head_count_kv": [2, 2, 1] if text.attention_k_eq_v else 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "attention.key_length_swa": 8,
+        "attention.value_length_swa": 8,
+        "attention.layer_norm_rms_epsilon": float(text.rms_norm_eps),
+        "attention.shared_kv_layers": 3,
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": [True, True, False],
+        "rope.dimension_count": 16,
+        "rope.dimension_count_swa": 8,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        **(changes or {}),
+    }
+    adders: dict[Any, Any] = {
+        int: writer.add_uint32,
+        list: writer.add_array,
+        str: writer.add_string,
+    }
+    for key, value in values.items():
+        if value is not None:
+            adders.get(type(value), writer.add_float32)(f"gemma4-assistant.{key}", value)
+    full = text.rope_parameters[FULL]
+    assert (full["rope_theta"], full["partial_rotary_factor"]) == (1e6, 0.25)
+    tensors: dict[str, Any] = {
+        NAMES[name]: tensor.float().numpy()
+        for name, tensor in model.state_dict().items()
+        if name in NAMES
+    }
+    tensors["rope_freqs.weight"] = np.array([1.0] * 2 + [1e30] * 6, np.float32)
+    for name, numbers in (tensors | (more or {})).items():
+        if numbers is not None:
+            writer.add_tensor(name, numbers)
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_file_drafts_as_its_folder_does(
+    backend: str, shares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {"attention_k_eq_v": shares, "num_global_key_value_heads": 1 if shares else None}
+    target = tiny("gemma4_text", **heads)
+    draft = assistant(tmp_path / "folder", monkeypatch, **heads)
+    path = in_file(draft, tmp_path / "assistant.gguf")
+    prompt, drafted = prompt_of(40), []
+    for place in (tmp_path / "folder", path):
+        engine = Engine.from_pretrained(target, str(place), "eagle", backend=backend, lookup=False)
+        assert engine.drafter.name == "assistant"
+        for options in ({}, {"do_sample": True, "seed": 3}):
+            cycles = [*engine.answer(prompt, max_new_tokens=12, eos_token_id=[], **options)]
+            trees = [
+                (cycle.tree.tokens.tolist(), cycle.tree.log_probs.tolist()) for cycle in cycles
+            ]
+            drafted.append((trees, [token for cycle in cycles for token in cycle.tokens]))
+    assert drafted[:2] == drafted[2:]
+    assert drafted[0][1] == plainly(target, prompt, 12)
+    plain = Engine.from_pretrained(target, "none", backend=backend)
+    sampled = plain.generate(prompt, max_new_tokens=12, eos_token_id=[], do_sample=True, seed=3)
+    assert drafted[1][1] == sampled.token_ids
+
+
+DAMAGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "missing": (
+        {},
+        {"blk.1.attn_q.weight": None},
+        r"missing: model\.layers\.1\.self_attn\.q_proj\.weight",
+    ),
+    "a projection": (
+        {},
+        {"nextn.post_projection.weight": np.ones((32, 25), np.float32)},
+        r"post_projection\.weight \[32, 25\], not \[32, 24\]",
+    ),
+    "unused": (
+        {},
+        {"blk.0.attn_k.weight": np.ones((16, 24), np.float32)},
+        r"unknown: blk\.0\.attn_k\.weight",
+    ),
+    "layers": ({"nextn_predict_layers": 2}, {}, "must be block_count, 3; it is 2"),
+    "no pattern": ({"attention.sliding_window_pattern": None}, {}, "must be a list by layer"),
+    "a short pattern": ({"attention.sliding_window_pattern": [True, False]}, {}, "layer"),
+    "no outer width": (
+        {"embedding_length_out": None},
+        {},
+        "embedding_length_out must be a positive",
+    ),
+    "unknown": ({"attention.twist": 2}, {}, r"attention\.twist = 2 is not known"),
+    "no factors": ({}, {"rope_freqs.weight": np.ones(8, np.float32) / 2}, "rope_freqs"),
+}
+
+
+def test_files_for_bfloat16_targets_may_hold_clusters(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = {
+        "masked_embd_centroids.weight": np.ones((26, 24), np.float32),
+        "masked_embd_ordering": np.arange(VOCABULARY, dtype=np.float32),
+    }
+    draft = assistant(tmp_path / "folder", monkeypatch)
+    path = str(in_file(draft, tmp_path / "assistant.gguf", more=clusters))
+    target = target.bfloat16()
+    plain = Engine.from_pretrained(target, "none", backend="huggingface")
+    engine = Engine.from_pretrained(target, path, "eagle", backend="huggingface", lookup=False)
+    answer = engine.generate(prompt_of(30), max_new_tokens=12, eos_token_id=[])
+    expected = plain.generate(prompt_of(30), max_new_tokens=12, eos_token_id=[])
+    assert answer.token_ids == expected.token_ids
+    assert answer.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_files_are_refused(
+    case: str, target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, more, message = DAMAGES[case]
+    draft = assistant(tmp_path / "folder", monkeypatch)
+    path = in_file(draft, tmp_path / "assistant.gguf", changes, more)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        Engine.from_pretrained(target, str(path))
 
 
 @needs_extension

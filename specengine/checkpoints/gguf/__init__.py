@@ -1,9 +1,15 @@
 """GGUF files: tensors as packed blocks, configuration and tokenizer in the form of transformers."""
 
 from specengine.checkpoints.gguf.configuration import (
+    ASSISTANT,
+    EAGLE,
+    ROPE_FACTORS,
     architecture_of,
+    assistant_config,
     column_order,
     config,
+    eagle_config,
+    head_architecture,
     is_known,
     is_of_latents,
     is_stack,
@@ -17,14 +23,20 @@ from specengine.checkpoints.gguf.file import KINDS, GGUFFile, GGUFTensor, dequan
 from specengine.checkpoints.gguf.vocabulary import end_ids, tokenizer
 
 __all__ = [
+    "ASSISTANT",
+    "EAGLE",
     "KINDS",
+    "ROPE_FACTORS",
     "GGUFFile",
     "GGUFTensor",
     "architecture_of",
+    "assistant_config",
     "column_order",
     "config",
     "dequantize",
+    "eagle_config",
     "end_ids",
+    "head_architecture",
     "is_known",
     "is_of_latents",
     "is_stack",

@@ -1,8 +1,9 @@
 """The configuration of the model in a GGUF file, and the names and order of its tensors, as transformers has them."""
 
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specengine.checkpoints.gguf.file import GGUFFile
+from specengine.checkpoints.gguf.file import GGUFFile, read
 from specengine.checkpoints.gguf.vocabulary import end_ids, special_id
 from specengine.errors import (
     CheckpointError,
@@ -21,9 +22,10 @@ from specengine.errors import (
 )
 from specengine.models import families
 
+EAGLE, ASSISTANT = "eagle3", "gemma4-assistant"  # architectures of draft heads
 _MODULE = re.compile(r"blk\.\d+\.(.+?)(?:\.weight|\.bias)?")
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
-_ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope_parameters says
+ROPE_FACTORS = "rope_freqs.weight"  # no weight of the model: it says what rope_parameters says
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # the same of LongRoPE
 _WITHOUT_EFFECT: dict[
     str, tuple[Any, ...]
@@ -94,15 +96,23 @@ def _stored() -> dict[str, list[tuple[str, families.Family, families.GGUF]]]:
     }
 
 
-class _Fields:
-    """The metadata of one architecture, each value checked where it is asked for."""
+class MetadataFields:
+    """The metadata of one architecture, by default of a model, each value checked where it is asked for."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: GGUFFile, architecture: str | None = None) -> None:
         self.file = file
-        self.architecture = architecture_of(file.path, file.metadata)
+        self.architecture = architecture or architecture_of(file.path, file.metadata)
+        self._asked = set[str]()
 
     def value(self, key: str) -> Any:
+        self._asked.add(key)
         return self.file.metadata.get(f"{self.architecture}.{key}")
+
+    def refuse_unread(self) -> None:
+        """Raise UnsupportedModelError for a key that nobody has asked for: it may change the numbers."""
+        for architecture, _, key in (name.partition(".") for name in self.file.metadata):
+            if architecture == self.architecture and key not in self._asked:
+                raise self.unsupported(key, "is not known")
 
     def count(self, key: str, default: int | None = None) -> int:
         value: Any = default if self.value(key) is None else self.value(key)
@@ -133,21 +143,26 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
     Raises UnsupportedModelError for another architecture and for settings that no such configuration has,
     CheckpointError for values that are missing or contradict the tensors. `require_complete` checks the tensors.
     """
-    metadata = _Fields(file)
-    stored = _stored()[metadata.architecture]
+    metadata = MetadataFields(file)
+    return _model_config(metadata, metadata.architecture)
+
+
+def _refuse_effects(metadata: MetadataFields, read: Collection[str] = ()) -> None:
+    """Raise UnsupportedModelError for a key that would change the forward; read: those that are taken into account."""
+    for key, values in _WITHOUT_EFFECT.items():
+        value = metadata.value(key)
+        if value is not None and value not in values and key not in read:
+            raise metadata.unsupported(key, "is not supported")
+
+
+def _model_config(metadata: MetadataFields, architecture: str) -> transformers.PretrainedConfig:
+    """Return the configuration of a model of the architecture; raises as `config`."""
+    file, stored = metadata.file, _stored()[architecture]
     model_type, family, form = next(
         one for one in stored if one[2].holds is None or one[2].holds(metadata.value)
     )
-    for key, values in _WITHOUT_EFFECT.items():
-        longrope = key == "rope.scaling.attn_factor" and _SHORT in file.tensors
-        if (
-            longrope
-            or key in (*form.keys, *form.ignored, *form.read)
-            or metadata.value(key) is None
-        ):
-            continue
-        if metadata.value(key) not in values:
-            raise metadata.unsupported(key, "is not supported")
+    longrope = ("rope.scaling.attn_factor",) * (_SHORT in file.tensors)
+    _refuse_effects(metadata, (*form.keys, *form.ignored, *form.read, *longrope))
     local = metadata.value("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if local is not None and metadata.value(key) not in (None, local):
@@ -206,11 +221,82 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
         ) from error
 
 
-def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dict[str, int]:
+def head_architecture(path: str | Path) -> str:
+    """Return the architecture of the draft head in a GGUF file, damaged or not; empty for a file of anything else."""
+    stated: list[Any] = []
+    with contextlib.suppress(CheckpointError):
+        read(Path(path), lambda _, data: stated.append(data.get("general.architecture"))).close()
+    return next((name for name in stated if name in (EAGLE, ASSISTANT)), "")
+
+
+def eagle_config(file: GGUFFile) -> dict[str, Any]:
+    """Return the config.json that an EAGLE-3 head of llama.cpp has in a folder; raises as `config`.
+
+    Layers are counted by their inputs. Sources: llama.cpp's conversion/llama.py, common/speculative.cpp.
+    """
+    fields = MetadataFields(file, EAGLE)
+    _refuse_effects(fields)
+    blocks, heads = fields.count("block_count"), fields.count("attention.head_count")
+    fields.require("block_count", blocks, "1", blocks == 1)
+    hidden, tokens = fields.count("embedding_length"), file.metadata.get("tokenizer.ggml.tokens")
+    head_dim = _head_dim(fields, hidden, heads, (), families.Attention())
+    vocabulary = fields.count("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    layers = fields.value("target_layers") or fields.value("extract_layers")  # the latter once
+    fields.require("target_layers", layers, "a list of layers", isinstance(layers, list))
+    raw = {
+        "hidden_size": hidden,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "draft_vocab_size": file.tensors["d2t"].shape[0] if "d2t" in file.tensors else vocabulary,
+        "rms_norm_eps": fields.positive("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _scaled(fields, head_dim),
+        "max_position_embeddings": fields.count("context_length"),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "target_hidden_size": fields.count("target_hidden_size"),
+        "norm_before_residual": fields.value("norm_before_residual"),
+        "norm_before_fc": fields.value("norm_before_fc"),
+    }
+    fields.refuse_unread()
+    return raw
+
+
+def assistant_config(file: GGUFFile) -> transformers.PretrainedConfig:
+    """Return the config that an assistant of Gemma 4 has in transformers; raises as `config`.
+
+    Source: llama.cpp's src/models/gemma4-assistant.cpp.
+    """
+    fields = MetadataFields(file, ASSISTANT)
+    blocks, drafting = fields.count("block_count"), fields.value("nextn_predict_layers")
+    fields.require("nextn_predict_layers", drafting, f"block_count, {blocks}", drafting == blocks)
+    pattern = fields.value("attention.sliding_window_pattern")
+    fields.require(
+        "attention.sliding_window_pattern", pattern, "a list by layer", isinstance(pattern, list)
+    )
+    file.metadata.pop(f"{ASSISTANT}.nextn_predict_layers")  # no layers beside those of a model
+    text = _model_config(fields, "gemma4")
+    outer = fields.count("embedding_length_out")
+    fields.refuse_unread()
+    return CONFIG_MAPPING["gemma4_assistant"](
+        text_config=text.to_dict() | {"vocab_size_per_layer_input": 0},
+        backbone_hidden_size=outer,
+        use_ordered_embeddings=False,
+        tie_word_embeddings=True,
+    )
+
+
+def _sizes(fields: MetadataFields, family: families.Family, form: families.GGUF) -> dict[str, int]:
     """Return the sizes by their names in families.Fields."""
     hidden, blocks = fields.count("embedding_length"), fields.count("block_count")
     heads = _first_count(fields, "attention.head_count", blocks, form)
-    layers = blocks - _drafting(fields)
+    drafting = (
+        fields.value("nextn_predict_layers") or 0
+    )  # blocks after its own, which nothing reads
+    holds = type(drafting) is int and drafting >= 0
+    fields.require("nextn_predict_layers", drafting, "0 or more", holds)
+    layers = blocks - drafting
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         shown = "it is missing" if embedding is None else f"it is {list(embedding.shape)}"
@@ -241,15 +327,8 @@ def _sizes(fields: _Fields, family: families.Family, form: families.GGUF) -> dic
     }
 
 
-def _drafting(fields: _Fields) -> int:
-    """Return the number of blocks after the model's own that predict further tokens; nothing reads them."""
-    count = fields.value("nextn_predict_layers") or 0
-    fields.require("nextn_predict_layers", count, "0 or more", type(count) is int and count >= 0)
-    return count
-
-
 def _first_count(
-    fields: _Fields, key: str, layers: int, form: families.GGUF, default: int | None = None
+    fields: MetadataFields, key: str, layers: int, form: families.GGUF, default: int | None = None
 ) -> int:
     """Return a count, or the first of a list of counts by layer: equal ones, unless the family's files have others."""
     listed = fields.value(key)
@@ -266,7 +345,7 @@ def _first_count(
     return int(listed[0])
 
 
-def _inner(fields: _Fields, layers: int, form: families.GGUF) -> int:
+def _inner(fields: MetadataFields, layers: int, form: families.GGUF) -> int:
     """Return the width of the networks; of a list by layer the largest, unless the family reads the list itself."""
     key = "feed_forward_length"
     listed = fields.value(key)
@@ -287,7 +366,7 @@ def _inner(fields: _Fields, layers: int, form: families.GGUF) -> int:
 
 
 def _key_value_heads(
-    fields: _Fields, heads: int, layers: int, family: families.Family, form: families.GGUF
+    fields: MetadataFields, heads: int, layers: int, family: families.Family, form: families.GGUF
 ) -> int:
     """Return the number of the layers that have some; a list by layer says which have none."""
     key = "attention.head_count_kv"
@@ -313,7 +392,7 @@ def _key_value_heads(
 
 
 def _head_dim(
-    fields: _Fields,
+    fields: MetadataFields,
     hidden: int,
     heads: int,
     ignored: tuple[str, ...],
@@ -336,9 +415,9 @@ def _head_dim(
 
 
 def _rope_parameters(
-    fields: _Fields, head_dim: int, family: families.Family, form: families.GGUF
+    fields: MetadataFields, head_dim: int, family: families.Family, form: families.GGUF
 ) -> dict[str, Any]:
-    if form.proportional and _ROPE_FACTORS in fields.file.tensors:
+    if form.proportional and ROPE_FACTORS in fields.file.tensors:
         return _proportional(fields, head_dim)
     if not family.attention.partial:
         return _scaled(fields, head_dim)
@@ -346,7 +425,7 @@ def _rope_parameters(
     return _scaled(fields, turned) | {"partial_rotary_factor": turned / head_dim}
 
 
-def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
+def _scaled(fields: MetadataFields, turned: int) -> dict[str, Any]:
     """Return the parameters of rotations of that many channels of a head."""
     theta = fields.positive("rope.freq_base", 10_000.0)
     if _SHORT in fields.file.tensors:
@@ -357,12 +436,10 @@ def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
         kind in (None, "linear") and factor == 1
     ):  # llama.cpp: linear where nothing is said
         plain = {"rope_type": "default", "rope_theta": theta}
-        return (
-            _llama3_rope(fields, theta, turned) if _ROPE_FACTORS in fields.file.tensors else plain
-        )
-    if kind not in (None, "linear", "yarn") or _ROPE_FACTORS in fields.file.tensors:
+        return _llama3_rope(fields, theta, turned) if ROPE_FACTORS in fields.file.tensors else plain
+    if kind not in (None, "linear", "yarn") or ROPE_FACTORS in fields.file.tensors:
         raise fields.unsupported(
-            "rope.scaling.type", f"is not supported, nor is {_ROPE_FACTORS} beside a kind"
+            "rope.scaling.type", f"is not supported, nor is {ROPE_FACTORS} beside a kind"
         )
     if kind != "yarn":
         trained = fields.value("rope.scaling.original_context_length")
@@ -378,12 +455,12 @@ def _scaled(fields: _Fields, turned: int) -> dict[str, Any]:
     }
 
 
-def _proportional(fields: _Fields, head_dim: int) -> dict[str, Any]:
+def _proportional(fields: MetadataFields, head_dim: int) -> dict[str, Any]:
     """Return the parameters of positions that turn the first channels of each half of a head, by factors of one."""
-    factors = fields.file.numbers(_ROPE_FACTORS)
+    factors = fields.file.numbers(ROPE_FACTORS)
     turned = int((factors == 1).sum())
     require_supported(
-        f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of proportional positions",
+        f"{fields.file.path}: the factors in {ROPE_FACTORS} are not those of proportional positions",
         factors.shape == (head_dim // 2,)
         and turned > 0
         and bool((factors[:turned] == 1).all())
@@ -397,7 +474,7 @@ def _proportional(fields: _Fields, head_dim: int) -> dict[str, Any]:
     }
 
 
-def _longrope(fields: _Fields, theta: float, turned: int) -> dict[str, Any]:
+def _longrope(fields: MetadataFields, theta: float, turned: int) -> dict[str, Any]:
     """Return the parameters of positions with two lists of factors, of which transformers makes the attention's."""
     factors = {_SHORT: "short_factor", _LONG: "long_factor"}
     for name in factors:
@@ -414,9 +491,9 @@ def _longrope(fields: _Fields, theta: float, turned: int) -> dict[str, Any]:
     }
 
 
-def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3_rope(fields: MetadataFields, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the parameters that the file's factors were made from; Llama 3 models differ in the factor alone."""
-    stored = fields.file.numbers(_ROPE_FACTORS)
+    stored = fields.file.numbers(ROPE_FACTORS)
     low, high, context = 1.0, 4.0, 8192
     factor = float(stored.max())
     turns = context * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
@@ -426,7 +503,7 @@ def _llama3_rope(fields: _Fields, theta: float, head_dim: int) -> dict[str, Any]
             stored, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4
         )
     require_supported(
-        f"{fields.file.path}: the factors in {_ROPE_FACTORS} are not those of Llama 3 models "
+        f"{fields.file.path}: the factors in {ROPE_FACTORS} are not those of Llama 3 models "
         f"(low {low}, high {high}, context {context}), so their meaning is unknown",
         as_computed,
     )
@@ -473,7 +550,7 @@ def require_complete(
         expected |= _split(config, names[key], turned(config, shape), rows)
     unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
     form: Any = families.known()[config.model_type].gguf
-    drafts = range(config.num_hidden_layers, _Fields(file).count("block_count"))
+    drafts = range(config.num_hidden_layers, MetadataFields(file).count("block_count"))
     scales = {  # of NVFP4 matrices, and of inputs, which are not rounded to four bits here
         name.removesuffix("weight") + ending
         for name, tensor in file.tensors.items()
@@ -498,7 +575,7 @@ def require_complete(
         if isinstance(parameters, dict)
     }
     for name in (
-        *(_ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
+        *(ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
         *(_SHORT, _LONG) * ("longrope" in kinds),
     ):
         stored.pop(name, None)
@@ -591,22 +668,16 @@ def tensor_names(
     stored_names = {}
     for name in names:
         module, _, kind = name.rpartition(".")
-        stored_names[name] = (
-            tuple(modules[name])
-            if name in modules
-            else tuple(_stored_name(stored, kind) for stored in modules[module])
+        stored_names[name] = tuple(
+            modules.get(name)
+            or (
+                f"{stored.removesuffix('ssm')}{families.STATES[kind]}"  # of a mixer itself
+                if stored.endswith(".ssm") and kind in families.STATES
+                else f"{stored}.{kind}"
+                for stored in modules[module]
+            )
         )
     return stored_names
-
-
-def _stored_name(module: str, kind: str) -> str:
-    """Return the name of a module's tensor; those of a mixer itself have names of their own."""
-    above, _, last = module.rpartition(".")
-    return (
-        f"{above}.{families.STATES[kind]}"
-        if last == "ssm" and kind in families.STATES
-        else f"{module}.{kind}"
-    )
 
 
 def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | None:

@@ -189,6 +189,8 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     ):
         raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
     data = np.ascontiguousarray(data).reshape(-1)
+    if kind == "i64":
+        return data.view("<i8").astype(np.float32).reshape(shape)
     if kind in _LEVELS:
         return _unpacked_levels(data.reshape(-1, block.bytes), _LEVELS[kind]).reshape(shape)
     from gguf import GGMLQuantizationType, quants
@@ -357,18 +359,15 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
         )
         cursor.place = f"metadata {key[:80]!r}"
         cursor.require(key not in metadata, "is there twice")
-        metadata[key] = _read_value(cursor, cursor.number("I"))
+        code = cursor.number("I")
+        metadata[key] = (
+            _read_array(cursor, cursor.number("I"), cursor.number("Q"))
+            if code == _ARRAY
+            else cursor.string()
+            if code == _STRING
+            else _read_numbers(cursor, code, 1)[0]
+        )
     return metadata
-
-
-def _read_value(cursor: _Cursor, code: int) -> Any:
-    if code == _STRING:
-        return cursor.string()
-    return (
-        _read_array(cursor, cursor.number("I"), cursor.number("Q"))
-        if code == _ARRAY
-        else _read_numbers(cursor, code, 1)[0]
-    )
 
 
 def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:
@@ -497,6 +496,7 @@ KINDS = {
     "f32": Kind(0, 1, 4),
     "f16": Kind(1, 1, 2),
     "bf16": Kind(30, 1, 2),
+    "i64": Kind(27, 1, 8),
     "q4_0": Kind(2, 32, 18),
     "q4_1": Kind(3, 32, 20),
     "q5_0": Kind(6, 32, 22),

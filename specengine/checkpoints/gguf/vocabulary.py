@@ -122,20 +122,13 @@ def end_ids(file: GGUFFile, vocabulary: int) -> int | list[int] | None:
     )
     vocabulary = len(texts) or vocabulary
     eos, ends = special_id(file, "eos_token_id", vocabulary), Tokens(file, texts, vocabulary).ends
-    _note_outside(
-        file,
-        vocabulary,
-        "" if ends else "; no token ends an answer: give eos_token_id= or max_new_tokens=",
-    )
-    ordered = [*([eos] if eos in ends else []), *sorted(ends - {eos})]
-    return None if not ordered else ordered[0] if len(ordered) == 1 else ordered
-
-
-def _note_outside(file: GGUFFile, vocabulary: int, ending: str) -> None:
+    ending = "" if ends else "; no token ends an answer: give eos_token_id= or max_new_tokens="
     for key, value in file.metadata.items():
         if _IS_ID.fullmatch(key) and type(value) is int and not 0 <= value < vocabulary:
             note = f"{file.path.name}: {key} = {value} is no token of {vocabulary}, and not read"
             print(note + ending * (key.removeprefix(_GGML) in _END_KEYS), file=sys.stderr)
+    ordered = [*([eos] if eos in ends else []), *sorted(ends - {eos})]
+    return None if not ordered else ordered[0] if len(ordered) == 1 else ordered
 
 
 @dataclass(frozen=True)
@@ -261,7 +254,13 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
     }
     splits = _splits(file) if file.metadata["tokenizer.ggml.model"] == "gpt2" else None
     options = _options(file, ids, splits)
-    _note_unread(file)
+    read_keys = {f"{_GGML}{name}" for name in _READ | _WITHOUT_EFFECT}
+    others = [key for key in file.metadata if key.startswith(_GGML) and key not in read_keys]
+    if others:
+        _note(
+            file,
+            f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others",
+        )
     try:
         backend = (
             _sentencepiece(file, tokens, special["unk_token"])
@@ -412,16 +411,6 @@ def _flag(file: GGUFFile, name: str, default: bool) -> bool:
         isinstance(value, bool),
     )
     return value
-
-
-def _note_unread(file: GGUFFile) -> None:
-    read_keys = {f"{_GGML}{name}" for name in _READ | _WITHOUT_EFFECT}
-    others = [key for key in file.metadata if key.startswith(_GGML) and key not in read_keys]
-    if others:
-        _note(
-            file,
-            f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others",
-        )
 
 
 def _note(file: GGUFFile, text: str) -> None:

@@ -181,13 +181,39 @@ class Layout(ABC):
             heads % kv_heads == 0,
         )
         require_intact(f"hidden_act: unknown name {shown(activation)}", activation in ACT2FN)
+        hidden_size, drafted = sizes["hidden_size"], sizes["vocab_size"]
+        require_intact(
+            f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads",
+            "head_dim" in fields or hidden_size % heads == 0,
+        )
+        head_dim = fields.size("head_dim", hidden_size // heads)
+        require_intact(f"head_dim: got {head_dim}, accepted even sizes", head_dim % 2 == 0)
+        require_intact(
+            f"num_attention_heads, head_dim: got {heads} and {head_dim}, accepted up to {MAX_SIZE}",
+            heads * head_dim <= MAX_SIZE,
+        )
+        there, fits = "embed_tokens.weight" in self.names, target == hidden_size
+        require_intact(
+            f"target_hidden_size: got {target}, EAGLE-1 needs {hidden_size}",
+            self.version != 1 or fits,
+        )
+        require_intact(
+            "embed_tokens.weight: is missing, and the target's embeddings have another width",
+            there or fits,
+        )
+        if self.version != 1:
+            drafted = self.fields.size("draft_vocab_size", drafted)
+        require_intact(
+            f"draft_vocab_size: got {drafted}, more than the target's {sizes['vocab_size']}",
+            drafted <= sizes["vocab_size"],
+        )
         return sizes | {
-            "own_embeddings": self._own_embeddings(sizes["hidden_size"], target),
+            "own_embeddings": there,
             "num_heads": heads,
             "num_kv_heads": kv_heads,
-            "head_dim": _head_dim(fields, sizes["hidden_size"], heads),
+            "head_dim": head_dim,
             "target_hidden_size": target,
-            "draft_vocab_size": self._draft_vocab_size(sizes["vocab_size"]),
+            "draft_vocab_size": drafted,
             "rms_norm_eps": fields.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
             "hidden_act": activation,
             "rope": self._rope(fields),
@@ -224,28 +250,6 @@ class Layout(ABC):
             f"from the embeddings, the head reads {listed(ids)}"
         )
         return tuple(ids)
-
-    def _own_embeddings(self, hidden_size: int, target_hidden_size: int) -> bool:
-        there, fits = "embed_tokens.weight" in self.names, target_hidden_size == hidden_size
-        require_intact(
-            f"target_hidden_size: got {target_hidden_size}, EAGLE-1 needs {hidden_size}",
-            self.version != 1 or fits,
-        )
-        require_intact(
-            "embed_tokens.weight: is missing, and the target's embeddings have another width",
-            there or fits,
-        )
-        return there
-
-    def _draft_vocab_size(self, vocab_size: int) -> int:
-        if self.version == 1:
-            return vocab_size
-        size = self.fields.size("draft_vocab_size", vocab_size)
-        require_intact(
-            f"draft_vocab_size: got {size}, more than the target's {vocab_size}",
-            size <= vocab_size,
-        )
-        return size
 
     def _rope(self, fields: HeadFields) -> dict[str, Any]:
         """Read the draft's own rotary parameters; never the target's, which drafts were not trained with."""
@@ -486,20 +490,6 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
-
-
-def _head_dim(fields: HeadFields, hidden_size: int, heads: int) -> int:
-    require_intact(
-        f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads",
-        "head_dim" in fields or hidden_size % heads == 0,
-    )
-    size = fields.size("head_dim", hidden_size // heads)
-    require_intact(f"head_dim: got {size}, accepted even sizes", size % 2 == 0)
-    require_intact(
-        f"num_attention_heads, head_dim: got {heads} and {size}, accepted up to {MAX_SIZE}",
-        heads * size <= MAX_SIZE,
-    )
-    return size
 
 
 def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:

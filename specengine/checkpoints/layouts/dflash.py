@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from specengine.checkpoints.layouts import MAX_DEPTHS, NEAR, HeadFields, Layout, require_field
+from specengine.checkpoints.layouts import MAX_DEPTHS, NEAR, Layout, require_field
 from specengine.errors import require_intact, shown
 
 FULL = "full_attention"
@@ -32,20 +32,6 @@ class DflashLayout(Layout):
         bias = fields.flag("attention_bias")
         size = (block if "block_size" in block else fields).size("block_size", most=MAX_DEPTHS)
         require_field("block_size", size, f"2 to {MAX_DEPTHS}", size > 1)
-        return common | {
-            "own_embeddings": False,
-            "own_head": False,
-            "qk_norm": True,
-            "qkv_bias": bias,
-            "o_bias": bias,
-            "layer_ids": self._layer_ids([i + 1 for i in ids], ids),
-            "sliding_window": 0,
-            "block_size": size,
-            "mask_token_id": block.size("mask_token_id", most=common["vocab_size"] - 1),
-            **self._read_layers(fields, block),
-        }
-
-    def _read_layers(self, fields: HeadFields, block: HeadFields) -> dict[str, Any]:
         layers = fields.size("num_hidden_layers", most=MAX_DEPTHS)
         types = fields.texts("layer_types") or [FULL] * layers
         require_field(
@@ -57,7 +43,16 @@ class DflashLayout(Layout):
         near = [kind == NEAR for kind in types]
         window = fields.size("sliding_window") if any(near) else 0
         holder, name = (fields, "is_causal") if "is_causal" in fields else (block, "causal")
-        return {
+        return common | {
+            "own_embeddings": False,
+            "own_head": False,
+            "qk_norm": True,
+            "qkv_bias": bias,
+            "o_bias": bias,
+            "layer_ids": self._layer_ids([i + 1 for i in ids], ids),
+            "sliding_window": 0,
+            "block_size": size,
+            "mask_token_id": block.size("mask_token_id", most=common["vocab_size"] - 1),
             "num_layers": layers,
             "windows": tuple(window * is_near for is_near in near),
             "causal": tuple(holder.flag(name, default=is_near) for is_near in near),

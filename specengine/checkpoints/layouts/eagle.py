@@ -28,27 +28,21 @@ class EagleLayout(Layout):
         return 3 if third else 1
 
     def read(self) -> dict[str, Any]:
-        common = self.read_layer(self.fields) | self._biases()
-        if self.version == 1:
-            return common | {"fc_bias": self.fields.flag("bias", default=True)}
-        norm_logits = self.read_norm_output() if "norm_output" in self.fields else True
-        return common | self.read_fusion(*self._hidden_state_ids()) | {"norm_logits": norm_logits}
-
-    def _biases(self) -> dict[str, bool]:
+        common = self.read_layer(self.fields)
         biased = [name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.names]
         if self.fields.flag("attention_bias") and not biased:
             # SpecForge copies the field from the target's config and makes none.
             self.notes.append(
                 "attention_bias is set, but there are no biases: read as if it were not"
             )
-        qkv_bias = self.fields.flag("qkv_bias", default=bool(set(biased) - {"o"}))
-        return {"qkv_bias": qkv_bias, "o_bias": "o" in biased}
-
-    def _hidden_state_ids(self) -> tuple[list[int], list[int]]:
-        """Read the layer ids, as transformers counts hidden states and as the config does.
-
-        In SpecForge's eagle_config an id names the layer whose output is read, elsewhere the one whose input it is.
-        """
+        common |= {
+            "qkv_bias": self.fields.flag("qkv_bias", default=bool(set(biased) - {"o"})),
+            "o_bias": "o" in biased,
+        }
+        if self.version == 1:
+            return common | {"fc_bias": self.fields.flag("bias", default=True)}
+        norm_logits = self.read_norm_output() if "norm_output" in self.fields else True
+        # SpecForge's eagle_config counts layers by their outputs, hidden states and others by their inputs
         inputs, outputs = self.fields.ids(), self.fields.nested("eagle_config").ids()
         counted = [i + 1 for i in outputs]
         require_intact(
@@ -56,7 +50,8 @@ class EagleLayout(Layout):
             "which count layers differently; pass layer_ids",
             self.chosen_layer_ids is not None or not inputs or not outputs or inputs == counted,
         )
-        return inputs or counted, outputs or inputs
+        fusion = self.read_fusion(inputs or counted, outputs or inputs)
+        return common | fusion | {"norm_logits": norm_logits}
 
     def read_norm_output(self) -> bool:
         """Read whether logits are read after the final norm, from a field that this layout does not have."""

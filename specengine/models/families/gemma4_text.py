@@ -157,6 +157,8 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
         by_type = dict(zip(reversed(types), reversed(heads), strict=False))
         added["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
         added["num_global_key_value_heads"] = by_type.get("full_attention")
+        if added["num_kv_shared_layers"] == len(types):  # of an assistant, which has none itself
+            added["attention_k_eq_v"] = True
     return added
 
 

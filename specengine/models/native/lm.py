@@ -113,7 +113,11 @@ class NativeLM:
         self._turn = threading.RLock()
         self._take()
         if not (self.source.own_modules or isinstance(self.source, FirstLayer)):
-            self._check_other_layers()
+            # one layer of each other kind, in float32
+            kinds = kinds_of_layers(self.config)
+            for number, kind in enumerate(kinds):
+                if kinds.index(kind) == number > 0:
+                    self._checked_layer(number)
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
@@ -408,20 +412,10 @@ class NativeLM:
             quantize=self.quantize,
         )
         # Rotary positions, norms, their epsilon and the order of heads may change states by less than int8 does.
-        first = self._checked_layer() if self._rounds or self._amplifies else self.source
+        rounds = self.quantize is not None or self.numerics == "integer"
+        first = self._checked_layer() if rounds or self._amplifies else self.source
         self._check(self.source if self.source.own_modules else first)
         self.packing.state = state
-
-    @property
-    def _rounds(self) -> bool:
-        return self.quantize is not None or self.numerics == "integer"
-
-    def _check_other_layers(self) -> None:
-        """Try one layer of each other kind, in float32."""
-        kinds = kinds_of_layers(self.config)
-        for number, kind in enumerate(kinds):
-            if kinds.index(kind) == number > 0:
-                self._checked_layer(number)
 
     @torch.inference_mode()
     def _checked_layer(self, number: int = 0) -> FirstLayer:
@@ -462,7 +456,10 @@ class NativeLM:
         theirs = source.states(tokens, positions, ids, self.embed(tokens), self._embed_own(tokens))
         self.seconds = spent
         for layer, computed, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
-            limit = self._tolerance(last=whole and layer == layers > 1)
+            last = whole and layer == layers > 1
+            limit = (TOLERANCE_AT_THE_END if last else TOLERANCE).get(self.numerics, math.inf)
+            if self.quantize is not None:
+                limit = math.inf if last else TOLERANCE_OF_INT8
             dim = -1 if self._amplifies else None  # then the distance of most tokens counts
             distance = float(((computed - other).norm(dim=dim) / other.norm(dim=dim)).median())
             require_supported(
@@ -481,15 +478,6 @@ class NativeLM:
         mixer = family_of(self.config).mixer(self.config)
         return self.numerics != "float32" and (
             self.routes.layers > 0 or isinstance(mixer, families.GatedDelta)
-        )
-
-    def _tolerance(self, *, last: bool) -> float:
-        if self._rounds and last:
-            return math.inf
-        return (
-            TOLERANCE_OF_INT8
-            if self.quantize is not None
-            else (TOLERANCE_AT_THE_END if last else TOLERANCE)[self.numerics]
         )
 
 
@@ -527,7 +515,17 @@ class NativeHead(EagleRunner):
     dtype = torch.float32
 
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
-        refuse_head(config)
+        reasons = {
+            f"EAGLE-{config.version}": config.version != 3,
+            "embeddings of its own": config.own_embeddings,
+            "the target's vocabulary head": not config.own_head,
+            f"fusion norm {config.fusion_norm}": config.fusion_norm != "none",
+            "a bias in the fusion": config.fc_bias,
+            f"activation {config.hidden_act}": config.hidden_act != "silu",
+            "other sizes of target and draft": config.target_hidden_size != config.hidden_size,
+        }
+        for reason, holds in reasons.items():
+            require_supported(f"native: an EAGLE head with {reason}", not holds)
         super().__init__(config, target, target.dtype)
         self._target = target
         offsets = state.get("d2t")
@@ -657,21 +655,6 @@ class NativeHead(EagleRunner):
         ):
             lane.out.copy_(lane_rows)
             lane.logits.copy_(rated[len(lane_rows) - len(lane.logits) :])
-
-
-def refuse_head(config: EagleConfig) -> None:
-    """Raise UnsupportedModelError if csrc/cpu cannot run the head."""
-    reasons = {
-        f"EAGLE-{config.version}": config.version != 3,
-        "embeddings of its own": config.own_embeddings,
-        "the target's vocabulary head": not config.own_head,
-        f"fusion norm {config.fusion_norm}": config.fusion_norm != "none",
-        "a bias in the fusion": config.fc_bias,
-        f"activation {config.hidden_act}": config.hidden_act != "silu",
-        "other sizes of target and draft": config.target_hidden_size != config.hidden_size,
-    }
-    for reason, holds in reasons.items():
-        require_supported(f"native: an EAGLE head with {reason}", not holds)
 
 
 class BlockSource(Source):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -444,7 +444,12 @@ class PackedModel:
         )
         self.stored = ", ".join(filter(None, kinds_packed))
         self._add_ones(at)
-        self._add_factors()
+        for name, scaled in family.scaled(self.config).items():
+            factor = torch.tensor(
+                [scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu"
+            )
+            for number in range(shape.layers):
+                self.weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
         keys, routing = list(ropes), family.routing(self.config)
         counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
         self.decoder = extension().Decoder(
@@ -503,15 +508,6 @@ class PackedModel:
             sizes["model.embed_norm.weight"] = self.shape.hidden
         for name, size in sizes.items():
             self.weights.add_vector(name, torch.ones(size, dtype=torch.float32, device="cpu"))
-
-    def _add_factors(self) -> None:
-        """Add what the outputs of modules are multiplied by."""
-        for name, scaled in self.family.scaled(self.config).items():
-            factor = torch.tensor(
-                [scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu"
-            )
-            for number in range(self.shape.layers):
-                self.weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
 
     def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
         """Return a weight as numbers where it stays unrounded, in a dtype that is multiplied."""
@@ -609,7 +605,16 @@ class PackedModel:
         if self.config.tie_word_embeddings and stored.pop(
             f"{self.family.head.transformers}.weight", None
         ):
-            refuse_own_head(self.source)
+            embedding = f"{self.family.embedding.transformers}.weight"
+            require_supported(
+                "native: it stores lm_head without the embeddings that the config ties it to",
+                embedding in stored,
+            )
+            head = self.source.tensor(f"{self.family.head.transformers}.weight")
+            require_supported(
+                "native: lm_head has weights of its own, and the config ties it to the embeddings",
+                torch.equal(head, self.source.tensor(embedding)),
+            )
         differing = [
             name
             for name in sorted(shapes.keys() | stored.keys())
@@ -623,23 +628,6 @@ class PackedModel:
                 f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
             )
         return shapes
-
-
-def refuse_own_head(source: Source) -> None:
-    """Raise UnsupportedModelError if the config ties the head to the embeddings and their weights differ."""
-    family = family_of(source.config)
-    head, embedding = (
-        f"{family.head.transformers}.weight",
-        f"{family.embedding.transformers}.weight",
-    )
-    require_supported(
-        "native: it stores lm_head without the embeddings that the config ties it to",
-        embedding in source.shapes(),
-    )
-    require_supported(
-        "native: lm_head has weights of its own, and the config ties it to the embeddings",
-        torch.equal(source.tensor(head), source.tensor(embedding)),
-    )
 
 
 def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[str, int]]:
