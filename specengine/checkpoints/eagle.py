@@ -234,18 +234,21 @@ def save_head(
     config: EagleConfig,
     state: Mapping[str, Tensor],
     path: str | os.PathLike[str],
-    layout: str = "official",
+    layout: str = "",
     *,
     verifier: Verifier | None = None,
 ) -> None:
     """Write a head; reading it back gives the same config and the same bits.
 
-    Each file is written next to its place and then moved there. verifier: the model it was made for, whose name some
-    layouts need. CheckpointError where that is missing or the layout has no word for a variant.
+    Each file is written next to its place and then moved there. layout: by default the one of heads of its kind;
+    verifier: the model it was made for, whose name some layouts need. CheckpointError where that is missing or the
+    layout has no word for a variant.
     """
-    chosen, folder = writer(layout), Path(path)
+    usual = "dflash" if isinstance(config, DflashConfig) else "official"
+    chosen, folder = writer(layout or usual), Path(path)
     require_intact(
-        "layout: DFlash heads can be read, but not written", not isinstance(config, DflashConfig)
+        f"layout: got {layout}, accepted {usual} for {config.kind} heads",
+        (chosen.family == "dflash") == (usual == "dflash"),
     )
     fusion = state.get("fc.weight")  # which every whole head has
     dtype = "float32" if fusion is None else str(fusion.dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ from torch.nn.functional import pad
 
 from specengine.drafters.eagle import EagleDraft
 from specengine.models.dflash import DflashHead
+from specengine.models.native import NativeDflashHead
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -18,12 +19,21 @@ class Dflash(EagleDraft):
     `caddtree` take all positions of that step, other policies one position per step.
     """
 
-    runner = DflashHead
+    runner, native = DflashHead, NativeDflashHead
     _rows: Tensor  # log-probabilities by depth from the root's children on; the last row proposes nothing
 
     def root(self, tree: TokenTree) -> Step:
         step = super().root(tree)
-        rows = step.logits.float() if step.normalized else step.logits.float().log_softmax(-1)
+        rows = step.logits.float()
+        if self._factors is not None and not step.normalized:  # the first is in all logits
+            depths = torch.arange(len(rows), device=rows.device, dtype=torch.int64)
+            rows = (
+                rows
+                * (self._factors[depths.clamp(max=len(self._factors) - 1)] / self._factors[0])[
+                    :, None
+                ]
+            )
+        rows = rows if step.normalized else rows.log_softmax(-1)
         self._rows = pad(rows, (0, 0, 0, 1), value=-torch.inf)
         return Step(
             rows[:1],

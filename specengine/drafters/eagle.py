@@ -48,7 +48,8 @@ class EagleDraft(RowDraft):
     """
 
     about = About(lookup=True)
-    runner = TorchHead  # of a head that does not run itself
+    runner = TorchHead  # of a head that does not run itself; native: of a NativeLM's
+    native: Any = NativeHead
     learnt: Any = None  # a checkpoints.learnt.Learnt, where it learns from use
     _stamp = 0  # of the head in use
     _pack: bool | None = None
@@ -138,7 +139,7 @@ class EagleDraft(RowDraft):
         config, state = with_appended_tokens(found.config, found.state, target)
         if isinstance(target, NativeLM) and pack is None:
             with contextlib.suppress(UnsupportedModelError):  # torch runs heads of all kinds
-                return cls(NativeHead(config, state, target), target, name=name)
+                return cls(cls.native(config, state, target), target, name=name)
         return cls(
             head_from(config, state, target.dtype, target.device), target, name=name, pack=pack
         )

@@ -36,12 +36,18 @@ class DflashConfig(EagleConfig):
 
     kind = "DFlash"
 
+    @property
+    def depths(self) -> int:  # type: ignore[override]
+        return self.block_size - 1
+
     def network(self) -> DflashNet:
         return DflashNet(self)
 
 
 class DflashNet(EagleHead):
     """The network. Its logits are the target's head's of the states; tensors may carry any leading dimensions."""
+
+    config: DflashConfig
 
     def __init__(self, config: DflashConfig) -> None:
         super().__init__(config)
@@ -74,8 +80,8 @@ class DflashHead(TorchHead):
         fused = self._runs.fuse(features.to(self.dtype))
         rotation = self._runs.rope(positions, fused.dtype)
         for slab, layer in zip(self.cache.slab, self._runs.layers, strict=True):
-            both = layer.self_attn.keys_and_values(fused, rotation)
-            slab[0][:, positions], slab[1][:, positions] = both
+            both = torch.stack(layer.self_attn.keys_and_values(fused, rotation))
+            slab[:, :, positions] = both.to(slab.dtype)
 
     def forward(
         self,
@@ -95,10 +101,15 @@ class DflashHead(TorchHead):
         self._prefill(cast(Tensor, features)[:count], rows.tokens, rows.positions[:count])
         block = rows.tokens.new_full((size,), self.config.mask_token_id)
         block[:1] = rows.tokens.index_select(0, cast(Tensor, one))
-        positions = torch.arange(first, first + size, device=block.device, dtype=torch.int64)
-        attends = [partial(self._attend, layer, first) for layer in range(self.config.num_layers)]
-        out = self._runs(self._target.embed(block).to(self.dtype), positions, attends)[1:]
+        out = self._run_block(self._target.embed(block), first)[1:]
         return self._target.head(out), out[:1]
+
+    def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
+        """Return the states of a block, [rows, hidden size]; first: its first slot, and position."""
+        end, device = first + len(embeddings), embeddings.device
+        positions = torch.arange(first, end, device=device, dtype=torch.int64)
+        attends = [partial(self._attend, layer, first) for layer in range(self.config.num_layers)]
+        return cast(Tensor, self._runs(embeddings.to(self.dtype), positions, attends))
 
     def _attend(self, layer: int, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from a block whose first position is `first`, over the context and itself; as of Attend."""

@@ -95,6 +95,7 @@ class EagleConfig:
 
     num_layers: ClassVar[int] = 1
     mlp_bias: ClassVar[bool] = False  # as LlamaMLP reads it
+    depths: ClassVar[int] = 64  # tokens ahead that it can predict
 
     @property
     def kind(self) -> str:

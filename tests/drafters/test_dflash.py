@@ -14,24 +14,37 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specengine import policies
-from specengine.checkpoints.eagle import HeadOptions, is_head, load_head, save_head
+from specengine.checkpoints.eagle import (
+    Checkpoint,
+    HeadOptions,
+    HeadReading,
+    is_head,
+    load_head,
+    save_head,
+)
 from specengine.cli import main
 from specengine.drafters import another, cache_of, copy_prompt, forget
 from specengine.drafters.dflash import Dflash
 from specengine.engine import Engine, Pool
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
-from specengine.models.dflash import DflashConfig
+from specengine.models.dflash import DflashConfig, DflashHead
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.models.native import NativeTarget
+from specengine.models.native import NativeDflashHead, NativeTarget, from_model
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from specengine.train.draft.new_heads import new_head
-from specengine.train.draft.options import TrainOptions, make_loss
-from tests.heads import BLOCK, LAYERS, MASK, deep
+from tests.heads import BLOCK, LAYERS, LLAMA3, MASK, deep
 from tests.heads import block_config as config_of
-from tests.toy import POLICIES, VOCABULARY, byte_tokenizer, policy_for, random_state, tiny_head
+from tests.toy import (
+    POLICIES,
+    VOCABULARY,
+    byte_tokenizer,
+    head_config,
+    policy_for,
+    random_state,
+    tiny_head,
+)
 
 PROMPT = [*range(40, 52)]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,6 +173,39 @@ def test_every_block_is_what_the_paper_computes(variant: str) -> None:
     )
     assert draft.checked >= 3
     assert draft.worst < 1e-4
+
+
+NATIVE = [name for name in VARIANTS if not name.startswith("windows")]
+
+
+@pytest.mark.parametrize("variant", NATIVE)
+def test_the_native_pass_is_what_the_paper_computes(variant: str) -> None:
+    config, target = config_of(**VARIANTS[variant]), NativeTarget(from_model(deep()))
+    draft = Checking(NativeDflashHead(config, random_state(config), target.lm), target.lm)
+    policy = policies.make("ddtree", budget=12, block=4)
+    Engine(target, draft, policy).generate(PROMPT, max_new_tokens=12)
+    assert draft.checked >= 3
+    assert draft.worst < 1e-4
+
+
+def test_which_heads_run_natively() -> None:
+    lm = from_model(deep().bfloat16())
+    head = NativeDflashHead(config_of(), random_state(config_of()), lm)
+    assert head.cache.slab.dtype is torch.bfloat16
+    assert head._lm.quantize == "int8"
+    for variant in ("windows", "windows both ways"):
+        mixed = config_of(**VARIANTS[variant])
+        with pytest.raises(UnsupportedModelError, match="with windows, or with causal and other"):
+            NativeDflashHead(mixed, random_state(mixed), lm)
+    runs = {
+        type(
+            Dflash.of(
+                Checkpoint(config, random_state(config), HeadReading("", "", "")), lm, ""
+            ).head
+        )
+        for config in (config_of(), mixed)
+    }
+    assert runs == {NativeDflashHead, DflashHead}
 
 
 @torch.inference_mode()
@@ -564,7 +610,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         Engine.from_pretrained(deep(), draft=str(written(tmp_path, RAW)), graphs=True)
 
 
-def test_the_command_line_describes_a_head_and_trains_none(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_line_describes_a_head(tmp_path: Path, capsys: Any) -> None:
     folder, model = written(tmp_path / "head", RAW), deep()
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
@@ -575,13 +621,66 @@ def test_the_command_line_describes_a_head_and_trains_none(tmp_path: Path, capsy
     assert "fc.weight float32 [32, 96]" in draft["tensors"]
     assert "block_size=6" in draft["config"]
     assert "agreement" not in draft
-    options = TrainOptions(start=str(folder))
-    with pytest.raises(InputError, match=r"start: got .*, accepted an EAGLE head"):
-        new_head(model, options, make_loss("ttt"), torch.ones(VOCABULARY))
+
+
+WRITTEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperatures": {"temperatures": (1.5, 0.8)},
+    "windows that see backwards": {"windows": (4, 0, 4), "causal": (True, False, True)},
+    "windows both ways": {"windows": (4, 4, 4)},
+    "causal": {"causal": (True, True, True)},
+    "biases": {"qkv_bias": True, "o_bias": True, "rms_norm_eps": 1e-3},
+    "rotary set": {"rope": LLAMA3},
+}
+
+
+@pytest.mark.parametrize("variant", WRITTEN)
+def test_a_written_head_is_read_back(tmp_path: Path, variant: str) -> None:
+    config = config_of(**WRITTEN[variant])
+    state = random_state(config)
+    save_head(config, state, tmp_path)
+    read = load_head(tmp_path)
+    assert read.config == config
+    assert all(torch.equal(read.state[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("variant", "field"),
+    [
+        ({"windows": (4, 0, 9)}, "windows"),
+        ({"causal": (True, False, False)}, "causal"),
+        ({"qkv_bias": True}, "qkv_bias"),
+    ],
+)
+def test_what_the_layout_has_no_word_for_is_not_written(
+    tmp_path: Path, variant: dict[str, Any], field: str
+) -> None:
+    config = config_of(**variant)
+    with pytest.raises(CheckpointError, match=f"{field}: the dflash layout has no field for it"):
+        save_head(config, random_state(config), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("layout", ["official", "speculators"])
 def test_a_head_is_not_written_in_another_layout(tmp_path: Path, layout: str) -> None:
-    with pytest.raises(CheckpointError, match="layout: DFlash heads can be read, but not written"):
+    message = f"layout: got {layout}, accepted dflash for DFlash heads"
+    with pytest.raises(CheckpointError, match=message):
         save_head(config_of(), random_state(config_of()), tmp_path / "out", layout)
+    eagle = head_config()
+    with pytest.raises(CheckpointError, match="got dflash, accepted official for EAGLE-3 heads"):
+        save_head(eagle, random_state(eagle), tmp_path / "out", "dflash")
     assert not (tmp_path / "out").exists()
+
+
+@torch.inference_mode()
+def test_temperatures_are_of_depths_and_the_last_one_of_those_below() -> None:
+    target, rows = HuggingFaceTarget(deep()), []
+    for temperatures in ((), (2.0, 0.5)):
+        draft = draft_for(target, config_of(temperatures=temperatures))
+        target.want(draft.traits.features)
+        target.reset()
+        draft.begin(PROMPT, target.prefill(PROMPT))
+        step = draft.root(TokenTree.root(7, 32))
+        rows.append(torch.cat([step.logits, step.further]))
+    divided = rows[0] / torch.tensor([2.0, 0.5, 0.5, 0.5, 0.5])[:, None]
+    torch.testing.assert_close(rows[1], divided.log_softmax(-1))

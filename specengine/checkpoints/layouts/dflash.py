@@ -1,9 +1,14 @@
 """The layout of the DFlash repository, which vLLM and SGLang read."""
 
-from typing import Any, Literal
+from __future__ import annotations
 
-from specengine.checkpoints.layouts import MAX_DEPTHS, NEAR, Layout, require_field
+from typing import TYPE_CHECKING, Any, Literal
+
+from specengine.checkpoints.layouts import MAX_DEPTHS, NEAR, Layout, Verifier, require_field
 from specengine.errors import require_intact, shown
+
+if TYPE_CHECKING:
+    from specengine.models.dflash import DflashConfig
 
 FULL = "full_attention"
 KNOWN = {"block_size", "causal", "mask_token_id", "num_target_layers", "target_layer_ids"}
@@ -56,4 +61,30 @@ class DflashLayout(Layout):
             "num_layers": layers,
             "windows": tuple(window * is_near for is_near in near),
             "causal": tuple(holder.flag(name, default=is_near) for is_near in near),
+        }
+
+    @classmethod
+    def written(cls, config: DflashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:  # type: ignore[override]
+        windows = {window for window in config.windows if window}
+        usual = config.causal == tuple(map(bool, config.windows))
+        cls.refuse(
+            qkv_bias=config.qkv_bias != config.o_bias,
+            windows=len(windows) > 1,
+            causal=len(set(config.causal)) > 1 and not usual,
+        )
+        return cls.layer_config(config) | {
+            "architectures": list(cls.architectures),
+            "model_type": "qwen3",
+            "num_hidden_layers": config.num_layers,
+            "attention_bias": config.qkv_bias,
+            "layer_types": [NEAR if window else FULL for window in config.windows],
+            "sliding_window": max(windows, default=None),
+            "is_causal": None if usual else config.causal[0],
+            "block_size": config.block_size,
+            "dflash_config": {
+                "mask_token_id": config.mask_token_id,
+                "target_layer_ids": [i - 1 for i in config.layer_ids or ()],
+            },
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
         }

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from specengine.errors import UnsupportedModelError, require, require_supported
 from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
@@ -29,7 +29,8 @@ from specengine.models.configs import (
     of_few_layers,
     shape_of,
 )
-from specengine.models.eagle import EagleConfig, EagleRunner, rope_frequencies
+from specengine.models.dflash import DflashConfig, DflashHead
+from specengine.models.eagle import EagleConfig, EagleRunner, head_from, rope_frequencies
 from specengine.models.extension import (
     extension,
     instruction_set,
@@ -46,9 +47,10 @@ from specengine.models.kv_cache import (
     KVCache,
     Logits,
     Rows,
+    causal_words,
     in_own_dtype,
 )
-from specengine.models.mtp import Blocks, MtpHead, MtpLayer, of_head
+from specengine.models.mtp import Blocks, MtpHead, of_head
 from specengine.models.native.weights import (
     KIND_OF,
     TINY_VOCABULARY,
@@ -660,21 +662,25 @@ class NativeHead(EagleRunner):
 class BlockSource(Source):
     """The blocks of a head as a model of few layers, whose final norm is the head's; its vocabulary does not count."""
 
-    def __init__(self, net: MtpLayer, target: NativeLM) -> None:
-        self.name, self.dtype = f"the MTP head of {target.name}", target.dtype
-        blocks = net.block if isinstance(net.block, Blocks) else [net.block]
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        blocks: Sequence[nn.Module],
+        norm: nn.Module,
+        target: NativeLM,
+    ) -> None:
+        """config: of a model of whose layers the blocks are some; their weights are taken in the target's dtype."""
+        self.name, self.dtype = f"the head of {target.name}", target.dtype
         self.tried = len(blocks)
-        self.config = of_few_layers(
-            of_head(target.config), TINY_VOCABULARY, tuple(range(self.tried))
-        )
+        self.config = of_few_layers(config, TINY_VOCABULARY, tuple(range(self.tried)))
         family = family_of(self.config)
         some = target.embed(
             torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size
         )
         above = {f"{family.layers.transformers}.{i}": block for i, block in enumerate(blocks)}
         self._tensors: dict[str, Tensor] = {
-            f"{prefix}.{name}": tensor
-            for prefix, module in (above | {family.norm.transformers: net.norm}).items()
+            f"{prefix}.{name}": tensor.to(self.dtype)
+            for prefix, module in (above | {family.norm.transformers: norm}).items()
             for name, tensor in module.state_dict().items()
         }
         self._tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
@@ -699,7 +705,9 @@ class NativeMtpHead(MtpHead):
     _target: NativeLM
 
     def _take_blocks(self) -> KVCache:
-        source = BlockSource(self.module, self._target)
+        net = self.module
+        blocks = list(net.block) if isinstance(net.block, Blocks) else [net.block]
+        source = BlockSource(of_head(self._target.config), blocks, net.norm, self._target)
         self._lm = NativeLM(source, quantize=self._target.quantize)
         source.forget()
         self.module.block = nn.Identity()  # its weights are packed
@@ -714,6 +722,51 @@ class NativeMtpHead(MtpHead):
         if isinstance(tree, Rows):
             visible = int(tree.slot), int(tree.prefix), tree.words
         return self._lm.run_from(inputs, at, self.cache, visible).to(self.dtype)
+
+
+class NativeDflashHead(DflashHead):
+    """Run the layers of a DFlash head on the C++ forward; torch reads the states of committed tokens for its cache.
+
+    With a bfloat16 target its matrices are kept as int8, as those of a NativeHead. UnsupportedModelError where
+    csrc/cpu has no such layers, and where only some layers of a block are causal.
+    """
+
+    _target: NativeLM
+
+    def __init__(self, config: DflashConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
+        require_supported(
+            "native: a DFlash head with windows, or with causal and other layers",
+            not any(config.windows) and len(set(config.causal)) == 1,
+        )
+        head = head_from(config, state, torch.float32, target.device)
+        super().__init__(head, target, pack=False)
+        self.cache = KVCache(self.cache.layout._replace(dtype=target.dtype), 1)
+        layers = Qwen3Config(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            hidden_act=config.hidden_act,
+            attention_bias=config.qkv_bias,
+            rope_parameters=dict(config.rope),
+            max_position_embeddings=target.max_context,
+        )
+        source = BlockSource(layers, list(head.layers), cast(Any, head).norm, target)
+        self._lm = NativeLM(
+            source, quantize="int8" if target.dtype is torch.bfloat16 else target.quantize
+        )
+        source.forget()
+        words = causal_words(config.block_size)
+        self._words = words if config.causal[0] else words[-1:].expand_as(words).contiguous()
+
+    def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
+        positions = torch.arange(first, first + len(embeddings), dtype=torch.int64, device="cpu")
+        return self._lm.run_from(
+            embeddings.contiguous(), positions, self.cache, (first, first, self._words)
+        )
 
 
 _before: list[int] = []  # torch's number of threads before each `one_torch_thread` that is entered

@@ -131,25 +131,21 @@ def refuse_loaded(model: PreTrainedModel) -> None:
     )
     plain = dict(empty_model(copy.deepcopy(model.config), torch.float32).named_modules())
     for name, module in model.named_modules():
+        expected = plain.get(name)
         require_supported(
             f"native: module {name or 'model'} has hooks, parametrizations or a forward of its own; load with "
             "backend='huggingface'",
             not is_changed(module),
         )
-        _refuse_other_module(name, module, plain.get(name))
-
-
-def _refuse_other_module(name: str, module: torch.nn.Module, plain: torch.nn.Module | None) -> None:
-    """Raise UnsupportedModelError if a module's class or settings are not those that the config gives."""
-    require_supported(
-        f"native: module {name or 'model'} is a {type(module).__name__}",
-        type(module) is type(plain),
-    )
-    for setting, value in vars(plain).items():
-        current = vars(module).get(setting)
         require_supported(
-            f"native: {name}.{setting} is {current!r}, the config makes it {value!r}",
-            not isinstance(value, int | float | str)
-            or setting in _WITHOUT_EFFECT
-            or current == value,
+            f"native: module {name or 'model'} is a {type(module).__name__}",
+            type(module) is type(expected),
         )
+        for setting, value in vars(expected).items():
+            current = vars(module).get(setting)
+            require_supported(
+                f"native: {name}.{setting} is {current!r}, the config makes it {value!r}",
+                not isinstance(value, int | float | str)
+                or setting in _WITHOUT_EFFECT
+                or current == value,
+            )

@@ -443,7 +443,16 @@ class PackedModel:
             if weight is not None
         )
         self.stored = ", ".join(filter(None, kinds_packed))
-        self._add_ones(at)
+        sizes = {
+            f"model.layers.{number}.self_attn.{name}.weight": at[number].head_dim
+            for number, layer in enumerate(self.family.layers_of(self.config))
+            if layer.attention is not None
+            for name in layer.attention.unweighted
+        }
+        if self.family.normed:
+            sizes["model.embed_norm.weight"] = self.shape.hidden
+        for name, size in sizes.items():
+            self.weights.add_vector(name, torch.ones(size, dtype=torch.float32, device="cpu"))
         for name, scaled in family.scaled(self.config).items():
             factor = torch.tensor(
                 [scaled.inputs * scaled.outputs], dtype=torch.float32, device="cpu"
@@ -495,19 +504,6 @@ class PackedModel:
             "gated last": [] if isinstance(mixer, Mamba2) and mixer.gated_last else None,
         }
         return {name: values for name, values in traits.items() if values is not None}
-
-    def _add_ones(self, shapes: Sequence[Shape]) -> None:
-        """Add weights of one for norms that have none."""
-        sizes = {
-            f"model.layers.{number}.self_attn.{name}.weight": shapes[number].head_dim
-            for number, layer in enumerate(self.family.layers_of(self.config))
-            if layer.attention is not None
-            for name in layer.attention.unweighted
-        }
-        if self.family.normed:
-            sizes["model.embed_norm.weight"] = self.shape.hidden
-        for name, size in sizes.items():
-            self.weights.add_vector(name, torch.ones(size, dtype=torch.float32, device="cpu"))
 
     def _as_it_is_read(self, weight: Weight, parts: Iterable[str]) -> Weight:
         """Return a weight as numbers where it stays unrounded, in a dtype that is multiplied."""

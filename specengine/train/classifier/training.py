@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specengine import ops
-from specengine.errors import InputError, require
+from specengine.errors import require, require_input
 from specengine.policies import _classifier
 from specengine.policies._classifier import KINDS, c2t_features, disco_features
 from specengine.train.classifier.options import SETTINGS, ClassifierOptions
@@ -72,10 +72,10 @@ def _disco_rows(logged: LoggedTree) -> LabelledRows:
 
 
 def _specdecpp_rows(logged: LoggedTree) -> LabelledRows:
-    if not logged.hidden.shape[1]:
-        raise InputError(
-            "trees: they have no hidden states of the draft; only EAGLE heads have them"
-        )
+    require_input(
+        "trees: they have no hidden states of the draft; only EAGLE heads have them",
+        logged.hidden.shape[1] > 0,
+    )
     below = logged.expanded > 0
     nodes = logged.expanded[below]
     return LabelledRows(
@@ -172,8 +172,7 @@ def _split(
         device="cpu",
     ).tolist()
     held_back = max(1, round(options.held_back * len(logged)))
-    if len(logged) < 2:
-        raise InputError(f"trees: got {len(logged)}, 2 or more are needed")
+    require_input(f"trees: got {len(logged)}, 2 or more are needed", len(logged) > 1)
     return [logged[i] for i in order[held_back:]], [logged[i] for i in order[:held_back]]
 
 
@@ -234,8 +233,10 @@ def _joined(parts: Sequence[LabelledRows]) -> LabelledRows:
 
 
 def _require_both(rows: LabelledRows, name: str) -> None:
-    if not bool(rows.labels.any()) or bool(rows.labels.all()):
-        raise InputError(f"trees: all {name} nodes have the same label; collect more trees")
+    require_input(
+        f"trees: all {name} nodes have the same label; collect more trees",
+        bool(rows.labels.any()) and not bool(rows.labels.all()),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- measuring

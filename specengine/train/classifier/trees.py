@@ -17,7 +17,7 @@ from torch import Tensor
 from specengine.cycle import walk
 from specengine.drafters.lookup import Lookup
 from specengine.engine import Engine
-from specengine.errors import InputError
+from specengine.errors import require_input
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -170,11 +170,10 @@ def collect(
     it stopped. The last tree of an answer is skipped if the end of the answer cut its path. Raise InputError without a
     draft, or if the prompts give too few trees.
     """
-    if engine.drafter is None:
-        raise InputError("draft: got none, but the trees come from a draft")
+    require_input("draft: got none, but the trees come from a draft", engine.drafter is not None)
     # a folder may grow
     settings = {key: value for key, value in asdict(options).items() if key != "trees"}
-    drafter = engine.drafter
+    drafter: Any = engine.drafter
     if isinstance(drafter, Lookup):  # its columns differ in every step
         drafter = drafter.inner
     trees = Trees.create(folder, {"target": name, "draft": drafter.name, **settings})
@@ -184,10 +183,10 @@ def collect(
     for number, prompt in enumerate(prompts):
         if 0 < options.trees <= have:
             return trees
-        if len(prompt) < MIN_PROMPT:
-            raise InputError(
-                f"prompts: number {number + 1} has {len(prompt)} tokens, {MIN_PROMPT} or more are needed"
-            )
+        require_input(
+            f"prompts: number {number + 1} has {len(prompt)} tokens, {MIN_PROMPT} or more are needed",
+            len(prompt) >= MIN_PROMPT,
+        )
         if not trees.shard(number).is_file():
             logged = list(_answer(recording, watched, prompt, options.length))
             if not logged:
@@ -201,10 +200,10 @@ def collect(
             )
         else:
             have += len(trees.read(trees.shard(number)).trees)
-    if have < options.trees or not have:
-        raise InputError(
-            f"prompts: got {have} of {options.trees} trees; pass more prompts, or ask for fewer trees"
-        )
+    require_input(
+        f"prompts: got {have} of {options.trees} trees; pass more prompts, or ask for fewer trees",
+        have >= max(options.trees, 1),
+    )
     return trees
 
 
@@ -265,10 +264,10 @@ class Recorder(TreePolicy):
         if int(tree.passes) == 1:
             self._rows = []
         columns = Columns(step.token_ids, step.normalized)
-        if self._rows and self.options.logits and not columns.same(self.columns):
-            raise InputError(
-                "draft: its distributions cover other tokens at each step, so they cannot be logged"
-            )
+        require_input(
+            "draft: its distributions cover other tokens at each step, so they cannot be logged",
+            not (self._rows and self.options.logits) or columns.same(self.columns),
+        )
         self.columns = columns
         self._rows.append((frontier.alive(), *distribution_facts(step, self.options)))
         return self.policy.grow(tree, frontier, step)

@@ -1,19 +1,22 @@
-"""Losses of EAGLE drafts: regression and cross-entropy along the text, or along a tree that the target grows.
+"""Losses of drafts: regression and cross-entropy along the text, or along a tree that the target grows.
 
-All losses are one computation with different settings. From each position the draft is unrolled as when it serves: the
-first step reads the target's hidden states, later steps read the draft's own output and the next token.
+All losses of EAGLE heads are one computation with different settings. From each position the draft is unrolled as when
+it serves: the first step reads the target's hidden states, later steps read the draft's own output and the next token.
+The steps of a DFlash head are the positions of its block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, smooth_l1_loss
+from torch.nn.functional import linear, scaled_dot_product_attention, smooth_l1_loss
 
-from specengine.errors import InputError
+from specengine.errors import require_input
+from specengine.models.dflash import DflashNet
 from specengine.models.eagle import EagleHead, within
 from specengine.train.draft.options import Loss
 from specengine.train.draft.teacher import HeadTeacher, Reading
@@ -27,11 +30,20 @@ NOISE_LENGTH = 512  # sequence length at which the noise has its nominal width
 
 def check_fit(loss: Loss, head: EagleHead) -> None:
     """Raise InputError if the loss needs an output that the head does not have."""
-    if loss.regression and head.config.version != 1:
-        raise InputError(
-            f"loss: {loss.name} compares hidden states with the target's, which an EAGLE-3 head does not predict; "
-            "use an EAGLE-1 head, or regression 0"
-        )
+    kind = head.config.kind
+    require_input(
+        f"loss: {loss.name} compares hidden states with the target's, which an {kind} head does not predict; "
+        "use an EAGLE-1 head, or regression 0",
+        not loss.regression or kind == "EAGLE-1",
+    )
+    require_input(
+        f"loss: got {loss.name} for an {kind} head, accepted dflash for DFlash heads and no others",
+        (loss.name == "dflash") == isinstance(head, DflashNet),
+    )
+    require_input(
+        f"steps: got {loss.steps}, the head predicts {head.config.depths}",
+        loss.steps <= head.config.depths,
+    )
 
 
 class UnrolledStep(NamedTuple):
@@ -79,18 +91,17 @@ def loss_of(
     check_fit(loss, head)
     rows = torch.zeros_like(answers[:, 1:])
     rows[:, :-1] = answers[:, 2:]  # row i reads feature i and token i + 1, and predicts token i + 2
-    if not rows.any():
-        raise InputError("answers: no answer has a token that a draft could predict")
+    require_input("answers: no answer has a token that a draft could predict", bool(rows.any()))
     anchors = _anchors(rows, loss.anchors, generator)
     labels = Labels(teacher, head)
     steps = _steps(loss, head, teacher, reading, rows, anchors, labels, generator)
-    totals, hits, overlap = [], [], []
+    totals, shares = [], []
     for number, step in enumerate(steps):
         chosen = step.labels >= 0
         index = step.labels[chosen]
         positions = max(int(chosen.any(dim=-1).sum()), 1)
-        entropy = labels.cross_entropy(step.states[chosen], index, loss, measure=measure)
-        total = entropy.loss / positions
+        total, *counts = labels.cross_entropy(step.states[chosen], index, loss, measure=measure)
+        total = total / positions
         if loss.regression:
             aim = labels.states[index].to(step.states.dtype)
             distances = smooth_l1_loss(
@@ -98,11 +109,9 @@ def loss_of(
             ).mean(dim=-1)
             total = total + loss.regression * distances.sum() / positions
         totals.append(total * loss.decay**number)
-        hits.append(entropy.hits / max(len(index), 1))
-        overlap.append(entropy.overlap / max(len(index), 1))
-    return Report(
-        torch.stack(totals).sum(), hits if measure else None, overlap if measure else None
-    )
+        shares.append([count / max(len(index), 1) for count in counts])
+    hits, overlap = map(list, zip(*shares, strict=True)) if measure else (None, None)
+    return Report(torch.stack(totals).sum(), hits, overlap)
 
 
 def _anchors(rows: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
@@ -134,6 +143,9 @@ def _steps(
     """Yield the first step, of every row, then later steps along the text or along the target's tree."""
     where = _text_labels(labels, reading, rows)
     features = _with_noise(reading.features, loss.noise, generator)
+    if isinstance(head, DflashNet):
+        yield from _along_blocks(loss, head, teacher, features, reading, anchors, where)
+        return
     unrolling = Unrolling(head, teacher, features, reading.tokens, anchors)
     yield UnrolledStep(unrolling.first()[:, :, None], where[:, 1:, None])
     if loss.width:
@@ -146,17 +158,86 @@ def _along_text(
     loss: Loss, reading: Reading, anchors: Tensor, where: Tensor, unrolling: Unrolling
 ) -> Iterator[UnrolledStep]:
     """Yield the later steps of EAGLE, HASS and the training-time test."""
-    batch, length = reading.tokens.shape
-    sequence = torch.arange(batch, device=anchors.device, dtype=torch.int64)[:, None]
     for depth in range(1, loss.steps):
-        positions = anchors + 1 + depth
-        inside = (anchors >= 0) & (positions < length)
-        positions = positions.clamp(0, length - 1)
-        here = torch.where(inside, where[sequence, positions], -1)
-        tokens = reading.tokens[sequence, positions][..., None]
-        yield UnrolledStep(
-            unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach), here[..., None]
-        )
+        positions = (anchors + 1 + depth).clamp(0, where.shape[1] - 1)
+        tokens = reading.tokens.gather(1, positions)[..., None]
+        states = unrolling.next(tokens, torch.zeros_like(tokens), detach=loss.detach)
+        yield UnrolledStep(states, _labels_ahead(where, anchors, depth))
+
+
+def _labels_ahead(where: Tensor, anchors: Tensor, depth: int) -> Tensor:
+    """Return the labels `depth` tokens after the first of each anchor, -1 beyond the text; [batch, anchors, 1]."""
+    positions, length = anchors + 1 + depth, where.shape[1]
+    inside = (anchors >= 0) & (positions < length)
+    return torch.where(inside, where.gather(1, positions.clamp(0, length - 1)), -1)[..., None]
+
+
+def _along_blocks(
+    loss: Loss,
+    head: DflashNet,
+    teacher: HeadTeacher,
+    features: Tensor,
+    reading: Reading,
+    anchors: Tensor,
+    where: Tensor,
+) -> Iterator[UnrolledStep]:
+    """Yield the positions of DFlash's blocks, one after the other."""
+    states = block_states(head, teacher, features, reading.tokens, anchors)
+    for depth in range(loss.steps):
+        yield UnrolledStep(states[:, :, depth, None], _labels_ahead(where, anchors, depth))
+
+
+def block_states(
+    head: DflashNet, teacher: HeadTeacher, features: Tensor, tokens: Tensor, anchors: Tensor
+) -> Tensor:
+    """Return the states of blocks as if the head served at each anchor, [batch, anchors, positions, hidden size].
+
+    A block sees the target's states up to its anchor, and begins with the token after it. features: [batch, length,
+    ...]; tokens: int64 [batch, length]; anchors: rows, -1 for none.
+    """
+    config, count = head.config, anchors.shape[1]
+    places = torch.arange(tokens.shape[1] - 1, device=tokens.device, dtype=torch.int64)
+    first = anchors.clamp(min=0)[..., None] + 1
+    block = tokens.new_full((*anchors.shape, config.block_size), config.mask_token_id)
+    block[..., 0] = tokens.gather(1, first[..., 0])
+    ahead = torch.arange(config.block_size, device=tokens.device, dtype=torch.int64)
+    positions = (first + ahead).flatten(1)
+    # of all that a row may see: the text, then the blocks
+    at = torch.cat([places.expand(len(tokens), -1), positions], dim=1)[:, None]
+    number = torch.arange(len(positions[0]), device=tokens.device, dtype=torch.int64)
+    number //= config.block_size
+    visible = torch.cat(
+        [
+            places < first.expand(-1, -1, config.block_size).flatten(1)[..., None],
+            (number[:, None] == number).expand(len(tokens), -1, -1),
+        ],
+        dim=2,
+    )
+    fused = head.fuse(features[:, :-1].to(head.dtype))
+    rotation = head.rope(places, fused.dtype)
+    attends = []
+    for layer, window, causal in zip(
+        cast(Any, head.layers), config.windows, config.causal, strict=True
+    ):
+        near = at > positions[..., None] - (window or at.shape[2])
+        in_sight = visible & near & (at <= positions[..., None]) if causal else visible & near
+        context = layer.self_attn.keys_and_values(fused, rotation)
+        attends.append(partial(_attend_from_blocks, context, in_sight[:, None]))
+    states = head(teacher.embed(head, block.flatten(1)), positions, attends)
+    return states.unflatten(1, (count, config.block_size))[:, :, 1:]
+
+
+def _attend_from_blocks(
+    context: tuple[Tensor, Tensor], visible: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attend to a text, whose keys and values are `context`, and to blocks; visible: bool [batch, 1, rows, both]."""
+    keys, values = (
+        torch.cat([before.to(value.dtype), rows.to(value.dtype)], dim=-2)
+        for before, rows in zip(context, (key, value), strict=True)
+    )
+    return scaled_dot_product_attention(
+        query.to(value.dtype), keys, values, visible, enable_gqa=True
+    )
 
 
 def _along_tree(
@@ -248,7 +329,10 @@ class Unrolling:
             if window
             else torch.zeros_like(self._anchors)
         )
-        attend = _Recorded(_PathAttention(self._prefix, path, begin, self._anchors, width))
+        rows = torch.arange(self._tokens.shape[1] - 1, device=tokens.device, dtype=torch.int64)
+        hidden_rows = (rows > self._anchors[..., None]) | (rows < begin[..., None])
+        hidden_rows = hidden_rows.repeat_interleave(width, dim=1)[:, None, None]
+        attend = _Recorded(partial(_attend_along_paths, self._prefix, path, hidden_rows))
         positions = (self._anchors + self._depth)[:, :, None].expand(tokens.shape)
         embeddings = self._teacher.embed(self._head, tokens.flatten(1))
         states = self._head(hidden.flatten(1, 2), embeddings, positions.flatten(1), attend)
@@ -279,35 +363,24 @@ class _Recorded:
         return self._attend(query, key, value)
 
 
-class _PathAttention:
-    """Attention of nodes to the rows from `begin` to their anchor, to their ancestors and to themselves."""
-
-    def __init__(
-        self,
-        prefix: tuple[Tensor, Tensor],
-        path: list[tuple[Tensor, Tensor]],
-        begin: Tensor,
-        anchors: Tensor,
-        width: int,
-    ) -> None:
-        self._prefix, self._path = prefix, path
-        rows = torch.arange(prefix[0].shape[2], device=anchors.device, dtype=torch.int64)
-        hidden = (rows > anchors[..., None]) | (rows < begin[..., None])
-        self._hidden = hidden.repeat_interleave(width, dim=1)[:, None, None]
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # softmax computes half precision in float32 internally; autocast would copy.
-        with torch.autocast(query.device.type, enabled=False):
-            return self._attend(query.to(value.dtype), key.to(value.dtype), value)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, heads, nodes, size = query.shape
-        shape = (batch, key.shape[1], heads // key.shape[1], nodes)
-        query = (query * size**-0.5).view(*shape, size)
-        far_key, far_value = (tensor.to(value.dtype) for tensor in self._prefix)
-        near = [*((_per_node(k), _per_node(v)) for k, v in self._path), (key, value)]
+def _attend_along_paths(
+    prefix: tuple[Tensor, Tensor],
+    path: list[tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Attend from nodes to the rows of the prefix that are not hidden, to their ancestors and to themselves."""
+    batch, heads, nodes, size = query.shape
+    shape = (batch, key.shape[1], heads // key.shape[1], nodes)
+    # softmax computes half precision in float32 internally; autocast would copy.
+    with torch.autocast(query.device.type, enabled=False):
+        query = (query.to(value.dtype) * size**-0.5).view(*shape, size)
+        far_key, far_value = (tensor.to(value.dtype) for tensor in prefix)
+        near = [*((_per_node(k), _per_node(v)) for k, v in path), (key.to(value.dtype), value)]
         scores = (query.flatten(2, 3) @ far_key.transpose(-1, -2)).view(*shape, -1)
-        scores = scores.masked_fill(self._hidden, float("-inf"))
+        scores = scores.masked_fill(hidden, float("-inf"))
         weights = torch.cat(
             [scores, *((query * k[:, :, None]).sum(-1, keepdim=True) for k, _ in near)], dim=-1
         )
@@ -324,12 +397,6 @@ def _per_node(states: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- cross-entropy
-
-
-class _Entropy(NamedTuple):
-    loss: Tensor
-    hits: float
-    overlap: float
 
 
 class Labels:
@@ -373,13 +440,14 @@ class Labels:
 
     def cross_entropy(
         self, states: Tensor, index: Tensor, loss: Loss, *, measure: bool
-    ) -> _Entropy:
+    ) -> tuple[Tensor, float, float]:
         """Return the sum over rows of the weighted cross-entropies between these labels and the draft's distributions.
 
-        states: [rows, hidden size], recurrent; index: int64 [rows], the label of each.
+        Then those of rows that are hits, and of their overlap. states: [rows, hidden size], recurrent; index: int64
+        [rows], the label of each.
         """
         read = self._head.readout(states)
-        layer = self._head.vocabulary_head() or self._teacher.head
+        layer = self._head.vocabulary_head() or self._teacher.layer
         device = read.device.type
         if torch.is_autocast_enabled(device):
             read = read.to(torch.get_autocast_dtype(device))
@@ -387,7 +455,7 @@ class Labels:
         total = _LinearCrossEntropy.apply(
             read, layer.weight, layer.bias, self, index, loss, hits if measure else None
         )
-        return _Entropy(total, *hits.tolist())
+        return total, *hits.tolist()
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

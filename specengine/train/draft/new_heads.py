@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specengine.checkpoints.eagle import load_head
 from specengine.errors import require
 from specengine.models.configs import family_of
+from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
     DEFAULT_THETA,
     ROPE_TYPES,
@@ -78,7 +79,6 @@ def new_head(
     torch.manual_seed(options.seed)
     if options.start not in ("target", "random"):
         config, state, _ = load_head(options.start)
-        require("start", options.start, "an EAGLE head", config.kind != "DFlash")
         config = replace(config, temperatures=())  # they were fitted to the old weights
         if options.intermediate_size > 0:
             config = replace(config, intermediate_size=options.intermediate_size)
@@ -92,10 +92,13 @@ def new_head(
         options = replace(
             options, draft_vocab_size=_vocabulary_size(counts.sort(descending=True)[0])
         )
-    version = {"eagle1": 1, "eagle3": 3}.get(options.head) or (
-        1 if loss.name in ("eagle", "hass") else 3
-    )
-    head = new_config(weights, version, options).network().to(weights.device)
+    usual = {"eagle": "eagle1", "hass": "eagle1", "dflash": "dflash"}.get(loss.name, "eagle3")
+    kind = usual if options.head == "auto" else options.head
+    version = 1 if kind == "eagle1" else 3
+    config = new_config(weights, version, options)
+    if kind == "dflash":
+        config = _block_config(config, options, loss, counts)
+    head = config.network().to(weights.device)
     for parameter in head.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -215,6 +218,27 @@ def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleCo
     )
 
 
+def _block_config(
+    config: EagleConfig, options: TrainOptions, loss: Loss, counts: Tensor
+) -> DflashConfig:
+    """Return the config of a DFlash head; the last token that no answer has stands for those to predict."""
+    plain = {field.name: getattr(config, field.name) for field in fields(config)}
+    return DflashConfig(
+        **plain
+        | {
+            "draft_vocab_size": config.vocab_size,
+            "own_head": False,
+            "qk_norm": True,
+            "o_bias": config.qkv_bias,
+            "num_layers": options.layers,
+            "windows": (0,) * options.layers,
+            "causal": (False,) * options.layers,
+            "block_size": loss.steps + 1,
+            "mask_token_id": int((counts == counts.min()).nonzero()[-1]),
+        }
+    )
+
+
 def _vocabulary_size(counts: Tensor) -> int:
     """Return how many tokens make up COVERED of the answers, within the bounds; the first in `counts` are taken."""
     shares = counts.cumsum(0) / counts.sum().clamp(min=1)
@@ -234,19 +258,24 @@ def _choose_vocabulary(d2t: Tensor, counts: Tensor) -> None:
 def _start_from_target(head: EagleHead, weights: Weights) -> None:
     """Copy weights of the target that have the same shape and meaning.
 
-    The fusion starts as the last of the hidden states. The target's last layer becomes the head's layer, which reads
-    the hidden state alone at first; of its MLP those units that the head has room for, with the largest weights. The
-    target's final norm and rows of its language-model head become the head's.
+    The fusion starts as the last of the hidden states. The target's last layers become the head's; that of an EAGLE-3
+    head reads the hidden state alone at first; of their MLPs those units that the head has room for, with the largest
+    weights. The target's final norm and rows of its language-model head become the head's.
     """
     size = head.config.hidden_size
     ids = head.target_ids()
     vocabulary = head.vocabulary_head()
     if vocabulary is not None:
         vocabulary.weight.copy_(weights.vocabulary()[... if ids is None else ids])
-    last = f"layers.{weights.config.num_hidden_layers - 1}."
+    first = weights.config.num_hidden_layers - head.config.num_layers
     parameters = dict(head.layers.named_parameters())
-    sources = {name: weights.parameter(last + name.removeprefix("0.")) for name in parameters}
-    sources["0.hidden_norm.weight"] = weights.parameter(last + "input_layernorm.weight")
+    sources = {}
+    for name in parameters:
+        number, _, within_layer = name.partition(".")
+        sources[name] = weights.parameter(f"layers.{first + int(number)}.{within_layer}")
+    if isinstance(head, Eagle3Head):
+        norm_name = f"layers.{first}.input_layernorm.weight"
+        sources["0.hidden_norm.weight"] = weights.parameter(norm_name)
     present = {name: source for name, source in sources.items() if source is not None}
     for name, source in _resized(present, head.config.intermediate_size).items():
         parameter = parameters[name]

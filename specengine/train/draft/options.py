@@ -17,7 +17,7 @@ from specengine.errors import (
 )
 from specengine.train.text import SynthesisOptions
 
-LossName = Literal["eagle", "hass", "ttt", "talf"]
+LossName = Literal["eagle", "hass", "ttt", "talf", "dflash"]
 PART = number(0, 1, "0 to below 1", open_high=True)
 SHARE = number(0, 1, "above 0, up to 1", open_low=True)
 
@@ -33,7 +33,8 @@ class Loss(Checked):
     steps: int = option(
         at_least(1),
         default=MISSING,
-        help="consecutive predictions from each position, 1 or more; for `talf`, depths of the tree",
+        help="consecutive predictions from each position, 1 or more; for `talf`, depths of the tree; for `dflash`, "
+        "positions that a block predicts",
     )
     width: int = option(
         at_least(0),
@@ -43,8 +44,8 @@ class Loss(Checked):
     anchors: float = option(
         SHARE,
         default=1.0,
-        help="share of the positions from which the steps after the first are unrolled, drawn for each batch, "
-        "above 0, up to 1",
+        help="share of the positions from which the steps after the first are unrolled, for `dflash` the first too, "
+        "drawn for each batch, above 0, up to 1",
     )
     cross_entropy: float = option(
         at_least(0),
@@ -85,12 +86,14 @@ class Loss(Checked):
 
 # EAGLE: Li et al. 2024, weights of its code. HASS: Zhang et al. 2025, three steps, top 10. EAGLE-3's training-time
 # test: Li et al. 2025. TALF: k = 4, depth 3, no regression, gradients through the steps; its paper trains EAGLE's and
-# HASS's heads with other weights than their code has.
+# HASS's heads with other weights than their code has. DFlash: Chen et al. 2026, blocks of 8, whose weights fall with
+# exp(-1 / 4) per position; its paper draws 512 blocks from 3,072 tokens.
 LOSSES: dict[str, Loss] = {
     "eagle": Loss("eagle", steps=1, regression=1.0, cross_entropy=0.1, noise=0.2),
     "hass": Loss("hass", steps=3, regression=1.0, cross_entropy=0.1, top_weight=1.0, detach=True),
     "ttt": Loss("ttt", steps=7, decay=0.8),
     "talf": Loss("talf", steps=3, width=4),
+    "dflash": Loss("dflash", steps=7, anchors=0.17, decay=0.78),
     "eagle-paper": Loss("eagle", steps=1, regression=1.0, cross_entropy=10.0, noise=0.2),
     "hass-paper": Loss(
         "hass", steps=3, regression=1.0, cross_entropy=10.0, top_weight=10.0, detach=True
@@ -107,10 +110,15 @@ def make_loss(name: str, **changes: Any) -> Loss:
 class TrainOptions(Checked):
     """Options of training a draft."""
 
-    head: Literal["auto", "eagle1", "eagle3"] = option(
-        one_of(("auto", "eagle1", "eagle3")),
+    head: Literal["auto", "eagle1", "eagle3", "dflash"] = option(
+        one_of(("auto", "eagle1", "eagle3", "dflash")),
         default="auto",
-        help="eagle1 or eagle3; auto: the one that the loss is made for",
+        help="eagle1, eagle3 or dflash; auto: the one that the loss is made for",
+    )
+    layers: int = option(
+        at_least(1),
+        default=2,
+        help="decoder layers of a DFlash head, 1 or more",
     )
     steps: int = option(
         at_least(1),

@@ -2,27 +2,16 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import require_supported
 from specengine.models.eagle import EagleHead, embed, embed_for
 from specengine.train.text.corpus import Text
-
-
-def _as_stored(method: Any) -> Any:
-    """Decorate a method of the target to run without gradients and in the dtype of its weights."""
-
-    @functools.wraps(method)
-    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return method(self, *arguments, **options)
-
-    return wrapped
 
 
 class Reading(NamedTuple):
@@ -58,11 +47,16 @@ class HeadTeacher(ABC):
 
     model  a PreTrainedModel or a NativeLM
     head   returns logits [rows, vocabulary] of states after the final norm, [rows, hidden size]
+    layer  the linear layer that it is
     """
 
     model: Any
     device: torch.device
     head: Any
+
+    @property
+    def layer(self) -> nn.Linear:
+        return cast(nn.Linear, self.head)
 
     @abstractmethod
     def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
@@ -129,6 +123,20 @@ class StoredTeacher(ServingTeacher):
     The `states` of its readings are the likeliest next tokens and their log-probabilities, float32 [..., 2 * count].
     """
 
+    def __init__(
+        self, target: Any, feature_ids: tuple[int, ...], vocabulary: Callable[[], Tensor]
+    ) -> None:
+        """vocabulary: returns the rows of the target's head, of which its logits are the products."""
+        super().__init__(target, feature_ids)
+        self._vocabulary = vocabulary
+
+    @functools.cached_property
+    def layer(self) -> nn.Linear:
+        weight = nn.Parameter(self._vocabulary(), requires_grad=False)
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.weight = weight
+        return layer
+
     def read_text(self, text: Text) -> Reading:
         return self.read_batch(text.tokens.long()[None], [[text]])
 
@@ -184,17 +192,21 @@ class Teacher(HeadTeacher):
     def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
         return embed(head, self.model, tokens)
 
-    @_as_stored
+    @torch.no_grad()
     def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
         """Run whole sequences without padding. tokens: int64 [batch, length]."""
         cache = DynamicCache(config=self.model.config) if keep_cache else None
-        out = self.decoder(
-            input_ids=tokens, past_key_values=cache, use_cache=keep_cache, output_hidden_states=True
-        )
+        with torch.autocast(self.device.type, enabled=False):
+            out = self.decoder(
+                input_ids=tokens,
+                past_key_values=cache,
+                use_cache=keep_cache,
+                output_hidden_states=True,
+            )
         features = torch.cat([out.hidden_states[i] for i in self.feature_ids], dim=-1)
         return Reading(tokens, features, out.hidden_states[-1], cache)
 
-    @_as_stored
+    @torch.no_grad()
     def grow(
         self, reading: Reading, anchors: Tensor, *, width: int, depths: int
     ) -> list[TargetLayer]:
@@ -208,10 +220,11 @@ class Teacher(HeadTeacher):
         scores = states.new_zeros(*anchors.shape, 1, dtype=torch.float32)
         branches = Branches(self, reading, anchors)
         layers: list[TargetLayer] = []
-        for _ in range(depths):
-            parents, tokens, scores = self._best_children(states, scores, width)
-            states = branches.extend(tokens, parents)
-            layers.append(TargetLayer(tokens, parents, states))
+        with torch.autocast(self.device.type, enabled=False):
+            for _ in range(depths):
+                parents, tokens, scores = self._best_children(states, scores, width)
+                states = branches.extend(tokens, parents)
+                layers.append(TargetLayer(tokens, parents, states))
         return layers
 
     def _best_children(

@@ -1,4 +1,4 @@
-"""Train an EAGLE draft head on text that the target wrote."""
+"""Train a draft head on text that the target wrote."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 
 from specengine.checkpoints import likeness
 from specengine.checkpoints.eagle import Verifier, save_head
-from specengine.errors import InputError, why_not_loaded
+from specengine.errors import InputError, require_input, why_not_loaded
 from specengine.files import atomic, write_whole
+from specengine.models.configs import family_of
 from specengine.models.eagle import EagleHead, require_fit
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget
 from specengine.train.draft.losses import Report, check_fit, loss_of
-from specengine.train.draft.new_heads import new_head, start_from_text
+from specengine.train.draft.new_heads import Weights, new_head, start_from_text
 from specengine.train.draft.options import Loss, TrainOptions, make_loss
 from specengine.train.draft.teacher import HeadTeacher, StoredTeacher, Teacher
 from specengine.train.draft.validation import autocasting, fit_temperatures, validate
@@ -111,11 +112,11 @@ class _Run:
             else HuggingFaceTarget(model, pack=False)
         )
         vocab_size = self.target.vocab_size
-        if corpus.manifest.get("vocab_size") != vocab_size:
-            raise InputError(
-                f"data: the text was written by {corpus.manifest.get('target')!r} with a vocabulary of "
-                f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}"
-            )
+        require_input(
+            f"data: the text was written by {corpus.manifest.get('target')!r} with a vocabulary of "
+            f"{corpus.manifest.get('vocab_size')}; this target has {vocab_size}",
+            corpus.manifest.get("vocab_size") == vocab_size,
+        )
         self.out, self.name, self.loss, self.progress = out, name, loss, progress
         saved = self._read_state()
         if seconds is not None and saved is not None:
@@ -124,7 +125,8 @@ class _Run:
         self.begun_as = {"options": _settings(options), "loss": asdict(loss)}
         self._require_same(saved, *self.begun_as)
         self.epochs = Epochs(corpus, options, None if saved is None else saved["shards"])
-        self.begun_as["text"] = _fingerprint(self.epochs.batches)
+        tokens = b"".join(batch.tokens.numpy().tobytes() for batch in self.epochs.batches)
+        self.begun_as["text"] = hashlib.sha256(tokens).hexdigest()[:16]
         self._require_same(saved, "text")
         counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         for batch in self.epochs.batches:
@@ -159,10 +161,10 @@ class _Run:
         elif seconds is not None:
             self._choose_steps(seconds)
         if self.step == 0:
-            tokens = sum(batch.tokens.numel() for batch in self.epochs.batches)
+            count = sum(batch.tokens.numel() for batch in self.epochs.batches)
             self.progress(
-                f"EAGLE-{head.config.version} head, {sum(p.numel() for p in weights) / 1e6:.1f}M parameters, "
-                f"loss {self.loss.name}, {tokens:,} tokens of text; the draft's vocabulary covers {coverage:.1%} "
+                f"{head.config.kind} head, {sum(p.numel() for p in weights) / 1e6:.1f}M parameters, "
+                f"loss {self.loss.name}, {count:,} tokens of text; the draft's vocabulary covers {coverage:.1%} "
                 "of the answers"
             )
 
@@ -177,8 +179,10 @@ class _Run:
             corpus.manifest.get("features"),
             not (self.loss.width or self.loss.regression),
         )
-        if states == list(ids) and along_text and head.vocabulary_head() is not None:
-            return StoredTeacher(self.target, ids)
+        weights, factors = Weights.of(model), family_of(model.config).factors(model.config)
+        readable = head.vocabulary_head() is not None or (factors.divisor, factors.cap) == (1, 0)
+        if states == list(ids) and along_text and readable:
+            return StoredTeacher(self.target, ids, weights.vocabulary)
         why = (
             f"was kept with states {states}, {list(ids)} are needed"
             if along_text
@@ -256,10 +260,11 @@ class _Run:
                 generator=generator,
                 measure=measure,
             )
-        if not math.isfinite(loss := float(report.loss.detach())):
-            raise InputError(
-                f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate"
-            )
+        loss = float(report.loss.detach())
+        require_input(
+            f"learning_rate: the loss was {loss} at step {self.step}; use a lower learning rate",
+            math.isfinite(loss),
+        )
         self.learner.optimizer.zero_grad(set_to_none=True)
         report.loss.backward()
         return report
@@ -326,12 +331,13 @@ class _Run:
             ) from error
 
     def _require_same(self, saved: dict[str, Any] | None, *names: str) -> None:
-        for field in names:
-            if saved is not None and saved[field] != self.begun_as[field]:
-                raise InputError(
-                    f"out: the training in {self.out} was begun with {field} {saved[field]}, got "
-                    f"{self.begun_as[field]}; use the same, or another folder"
-                )
+        for field in names if saved else ():
+            was, now = (saved or {})[field], self.begun_as[field]
+            require_input(
+                f"out: the training in {self.out} was begun with {field} {was}, got {now}; use the same, or another "
+                "folder",
+                was == now,
+            )
 
     def _restore(self, saved: dict[str, Any]) -> None:
         head, _, optimizer, average = self.learner
@@ -373,13 +379,6 @@ def _average(head: EagleHead, decay: float) -> AveragedModel | None:
         )
 
     return AveragedModel(head, avg_fn=moved) if decay else None
-
-
-def _fingerprint(batches: Sequence[Batch]) -> str:
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(batch.tokens.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _settings(options: TrainOptions) -> Any:
@@ -463,8 +462,7 @@ class Epochs:
             min(MAX_HELD_BACK, math.ceil(options.held_back * len(texts))) if len(texts) > 1 else 0
         )
         self.held_back, self.texts = texts[:held_back], texts[held_back:]
-        if not self.texts:
-            raise InputError(f"data: {corpus.folder} has no text with an answer")
+        require_input(f"data: {corpus.folder} has no text with an answer", bool(self.texts))
         self.batches = [batch for batch in pack(self.texts, options) if batch.answers[:, 2:].any()]
 
     def __iter__(self) -> Iterator[Batch]:

@@ -23,7 +23,15 @@ from specengine.checkpoints.learnt import HELD_BACK, Learnt, UsedText
 from specengine.drafters import innermost
 from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Engine
-from specengine.errors import ABOVE_0, Checked, InputError, at_least, number, option
+from specengine.errors import (
+    ABOVE_0,
+    Checked,
+    InputError,
+    at_least,
+    number,
+    option,
+    require_input,
+)
 from specengine.models.eagle import head_from
 from specengine.train.draft.losses import loss_of
 from specengine.train.draft.options import Loss, make_loss
@@ -114,10 +122,10 @@ class Learner:
         self.learnt: Learnt = draft.learnt
         engine.ring = None  # what is written here is not the user's
         config = self.learnt.base.config
-        if not config.own_head:
-            raise InputError(
-                "learn: this head reads the target's vocabulary head, so it cannot learn from use"
-            )
+        require_input(
+            "learn: this head reads the target's vocabulary head, so it cannot learn from use",
+            config.own_head,
+        )
         self.engine, self.options, self.loss, self.turn, self.progress = (
             engine,
             options or UseOptions(),
@@ -156,11 +164,11 @@ class Learner:
         learnt_from, held_back = (
             [text for text in ring if text.held_back is back] for back in (False, True)
         )
-        if len(learnt_from) < MIN_TEXTS[0] or len(held_back) < MIN_TEXTS[1]:
-            raise InputError(
-                f"learn: {len(learnt_from)} texts to train on and {len(held_back)} held back are too few, "
-                f"{MIN_TEXTS[0]} and {MIN_TEXTS[1]} are needed; go on using {self.learnt.folder}"
-            )
+        require_input(
+            f"learn: {len(learnt_from)} texts to train on and {len(held_back)} held back are too few, "
+            f"{MIN_TEXTS[0]} and {MIN_TEXTS[1]} are needed; go on using {self.learnt.folder}",
+            len(learnt_from) >= MIN_TEXTS[0] and len(held_back) >= MIN_TEXTS[1],
+        )
         general = self.general()
         trained = [text for number, text in enumerate(general) if number % HELD_BACK]
         current = self.learnt.head()

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specengine.models.dflash import DflashNet
 from specengine.models.eagle import EagleHead
-from specengine.train.draft.losses import Unrolling, loss_of
+from specengine.train.draft.losses import Unrolling, block_states, loss_of
 from specengine.train.draft.options import make_loss
 from specengine.train.draft.teacher import HeadTeacher, Reading
 from specengine.train.text.corpus import Text
@@ -49,8 +50,9 @@ def agreement(
     head: EagleHead, teacher: HeadTeacher, texts: Sequence[Text], *, autocast: bool
 ) -> tuple[list[float], list[float]]:
     """Return hits and overlap (see Validation) along the answers of the texts, with the text's tokens as input."""
-    measuring = make_loss("ttt", steps=MEASURED_STEPS)
-    sums = torch.zeros(2, MEASURED_STEPS, dtype=torch.float64, device="cpu")
+    steps = min(MEASURED_STEPS, head.config.depths)
+    measuring = make_loss("dflash" if isinstance(head, DflashNet) else "ttt", steps=steps)
+    sums = torch.zeros(2, steps, dtype=torch.float64, device="cpu")
     counted = 0
     for text in texts:
         reading = teacher.read_text(text)
@@ -128,6 +130,7 @@ def fit_temperatures(
     evenly spaced places in the answers of each text, the draft follows the text, as on an accepted path. Places whose
     best token is not in the draft's vocabulary are skipped. Return () if there are no places. (Guo et al. 2017, §4.2.)
     """
+    depths = min(depths, head.config.depths)
     losses = torch.zeros(depths, len(SHARPNESS), dtype=torch.float64, device="cpu")
     rows = torch.zeros(depths, dtype=torch.int64, device="cpu")
     for text in texts:
@@ -164,8 +167,12 @@ def along_text(
 
     reading: of one text.
     """
-    tokens = reading.tokens
-    unrolling = Unrolling(head, teacher, reading.features.to(head.dtype), tokens, places[None])
+    tokens, features = reading.tokens, reading.features.to(head.dtype)
+    if isinstance(head, DflashNet):
+        blocks = block_states(head, teacher, features, tokens, places[None])[0]
+        yield from blocks.unbind(1)[:depths]
+        return
+    unrolling = Unrolling(head, teacher, features, tokens, places[None])
     yield unrolling.first()[0, places]
     for depth in range(1, depths):
         following = tokens[0, (places + 1 + depth).clamp(max=tokens.shape[1] - 1)][None, :, None]

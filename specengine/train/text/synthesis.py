@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, RowBatch
 from specengine.request.prompts import filled
@@ -328,12 +328,14 @@ def write_corpus(  # noqa: PLR0913
         for ids in (as_turns(turns, form, tokenizer) for turns in prompts)
         if len(ids[0]) < options.length
     ]
-    if prompts and not turn_ids:
-        raise InputError(f"prompts: each is longer than the length of {options.length} tokens")
-    if not form.chat and len(form.before) + 1 >= options.length:
-        raise InputError(
-            f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens"
-        )
+    require_input(
+        f"prompts: each is longer than the length of {options.length} tokens",
+        not prompts or bool(turn_ids),
+    )
+    require_input(
+        f"length: got {options.length}, but the beginning of a text has {len(form.before)} tokens",
+        form.chat or len(form.before) + 1 < options.length,
+    )
     manifest: dict[str, Any] = {
         "target": name,
         "prompts": len(turn_ids),
@@ -344,15 +346,30 @@ def write_corpus(  # noqa: PLR0913
     if isinstance(target, NativeTarget):
         writer = Lanes(target, form, options, tokenizer, features if options.gib else ())
         manifest |= {"writer": target.lm.numerics, "features": list(writer.features)}
-        if writer.features:
-            most = min(most, _most_tokens(options, writer.token_bytes))
+        if writer.features:  # the states of all tokens, and of a last shard, stay within the bound
+            shard = options.rows * options.length
+            room = int(options.gib * 2**30) // writer.token_bytes - shard
+            require_input(
+                f"gib: got {options.gib:g}, but the hidden states of {shard:,} tokens take "
+                f"{shard * writer.token_bytes / 2**30:.2f} GiB; allow more, or choose fewer rows or a smaller length",
+                room >= 0,
+            )
+            most = min(most, room + 1)
     settings = {field: value for field, value in asdict(options).items() if field not in MAY_GROW}
     corpus = Corpus.create(folder, manifest | settings)
     number, have, spent = 0, 0, 0.0
     while have < most and spent < seconds:
         if not corpus.shard(number).is_file():
             began = time.perf_counter()
-            texts = _written(writer, number, turn_ids, have, progress)
+            if not have:  # the first text takes longest to begin
+                progress("Writing the first shard; a line follows each")
+            try:
+                texts = writer.write(number, turn_ids)
+            except KeyboardInterrupt:
+                progress(
+                    f"Stopped at {have:,} tokens; the shard under way is lost, the others stay"
+                )
+                raise
             corpus.add(number, texts, time.perf_counter() - began)
         have += sum(len(text.tokens) for text in corpus.read(number))
         spent += corpus.seconds(number)
@@ -364,31 +381,6 @@ def write_corpus(  # noqa: PLR0913
         )
         number += 1
     return corpus
-
-
-def _most_tokens(options: SynthesisOptions, token_bytes: int) -> int:
-    """Return after how many tokens no shard may begin, so that all states together stay within the bound."""
-    shard = options.rows * options.length
-    most = int(options.gib * 2**30) // token_bytes - shard
-    if most < 0:
-        raise InputError(
-            f"gib: got {options.gib:g}, but the hidden states of {shard:,} tokens take "
-            f"{shard * token_bytes / 2**30:.2f} GiB; allow more, or choose fewer rows or a smaller length"
-        )
-    return most + 1
-
-
-def _written(
-    writer: Writer, number: int, turns: Any, have: int, progress: Callable[[str], None]
-) -> list[Any]:
-    """Return the texts of a shard. Says when the first one begins, which takes longest, and where Ctrl-C came."""
-    if not have:
-        progress("Writing the first shard; a line follows each")
-    try:
-        return list(writer.write(number, turns))
-    except KeyboardInterrupt:
-        progress(f"Stopped at {have:,} tokens; the shard under way is lost, the others stay")
-        raise
 
 
 def stop_tokens(target: HuggingFaceTarget | NativeTarget, tokenizer: Any) -> frozenset[int]:
