@@ -195,18 +195,16 @@ class LoadOptions(Checked):
         if self.dtype not in (None, "auto") and not isinstance(self.dtype, torch.dtype):
             self.dtype = getattr(torch, self.dtype)
         self.dtype = self.dtype or "auto"
-        if self.tp_plan is not None:
-            self._check_splitting()
+        names = ("quantize", "pack", "graphs", "device") if self.tp_plan is not None else ()
+        others = {name: getattr(self, name) for name in names}
+        if names:
+            others |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
+        alone = [name for name, value in others.items() if value]
+        require_input(
+            f"tp_plan: got {', '.join(alone)} too, which are for a model in one process", not alone
+        )
         self.device = _device(self.device) if self.device is not None else None
         return self
-
-    def _check_splitting(self) -> None:
-        others = {name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")}
-        others |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
-        if alone := [name for name, value in others.items() if value]:
-            raise InputError(
-                f"tp_plan: got {', '.join(alone)} too, which are for a model in one process"
-            )
 
 
 def _device(device: Any) -> torch.device:

@@ -77,7 +77,16 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     if name not in modules:
         offered = plugins(package.__name__)
         if name in offered:
-            return _of_plugin(base, offered[name], field)
+            point = offered[name]
+            package_name = point.dist.name if point.dist else "a package"
+            source = f"{field}: plug-in {point.name} of {package_name} ({point.value})"
+            try:
+                variant = point.load()
+            except Exception as error:
+                raise InputError(
+                    f"{source} cannot be loaded: {type(error).__name__}: {error}"
+                ) from error
+            return _checked(base, variant, source, "it is")
         accepted = [*sorted(modules), *sorted(offered)]
         raise InputError(
             f"{field}: unknown name {shown(name)}, known are {', '.join(accepted)}"
@@ -133,19 +142,6 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
     }
     variant = require_known(f"{field}: {file}", cls, classes)
     return _checked(base, variant, f"{field}: {name}", f"{file} has")
-
-
-def _of_plugin(base: type[T], point: metadata.EntryPoint, field: str) -> type[T]:
-    source = (
-        f"plug-in {point.name} of {point.dist.name if point.dist else 'a package'} ({point.value})"
-    )
-    try:
-        variant = point.load()
-    except Exception as error:
-        raise InputError(
-            f"{field}: {source} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    return _checked(base, variant, f"{field}: {source}", "it is")
 
 
 def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:

@@ -23,7 +23,7 @@ from specengine.benchmark.ways import (
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints import embedded
 from specengine.engine import Engine, loading
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.files import cache_dir
 from specengine.options import LoadOptions
 from specengine.request.options import GenerationOptions
@@ -75,12 +75,14 @@ class Comparison:
         self.drafts = any(
             spec.draft is None and spec.policy != PLAIN for spec in self.specs.values()
         )
-        if self.draft is not None and not self.drafts:
-            raise InputError("draft: no way uses it; name a policy, as --way auto")
-        if self.drafts and self.draft in loading.PLAIN:
-            raise InputError(
-                f"draft: got {self.draft!r}, but there are ways that draft; name a draft"
-            )
+        require_input(
+            "draft: no way uses it; name a policy, as --way auto",
+            self.draft is None or bool(self.drafts),
+        )
+        require_input(
+            f"draft: got {self.draft!r}, but there are ways that draft; name a draft",
+            not self.drafts or self.draft not in loading.PLAIN,
+        )
         refuse_assistant(self.assistant, ASSISTED in self.names)
         for name in self.other_engines:
             peers.check(name)
@@ -118,10 +120,10 @@ class Comparison:
                 return engines.way(self.specs[name], self.options)
             if name in BASELINES:
                 return baseline(name, plain, self.options, ends, str(self.assistant), self._load)
-            if self.samples:
-                raise InputError(
-                    f"way {name}: peers are compared greedily, leave out --temperature"
-                )
+            require_input(
+                f"way {name}: peers are compared greedily, leave out --temperature",
+                not self.samples,
+            )
             return peers.way(
                 name, self.peers, self._files(), ends, longest(plain, items, length, turns)
             )

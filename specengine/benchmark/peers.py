@@ -21,7 +21,7 @@ from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import Way
 from specengine.checkpoints import embedded
 from specengine.checkpoints.pretrained import is_gguf
-from specengine.errors import BackendError, InputError, require
+from specengine.errors import BackendError, InputError, require, require_input
 
 PREFIX = "peer:"
 SCRIPT = "answer.py"  # in the folder of the environments: each runs it in its own Python
@@ -57,8 +57,7 @@ def check(name: str) -> None:
     """Raise InputError for an unknown peer, or one whose draft, a GGUF file of a smaller model, is not there."""
     mode, equals, file = name.partition("=")
     require("way", repr(name), ", ".join(NAMES), mode + (equals and "=FILE") in NAMES)
-    if equals and not Path(file).is_file():
-        raise InputError(f"way {name}: {file} is not a file")
+    require_input(f"way {name}: {file} is not a file", not equals or Path(file).is_file())
 
 
 def gguf_file(model: str | None, file: Path | None) -> Path | None:
@@ -67,10 +66,11 @@ def gguf_file(model: str | None, file: Path | None) -> Path | None:
     InputError where there is no such file, or none is known of this model.
     """
     named = file or (Path(model) if model is not None and is_gguf(model) else None)
-    if named is None and model is not None and not embedded.is_default(model):
-        raise InputError(f"gguf: other engines need a GGUF file of {model}, name it")
-    if named is not None and not named.is_file():
-        raise InputError(f"gguf: {named} is not a file")
+    require_input(
+        f"gguf: other engines need a GGUF file of {model}, name it",
+        named is not None or model is None or embedded.is_default(model),
+    )
+    require_input(f"gguf: {named} is not a file", named is None or named.is_file())
     return named
 
 

@@ -16,7 +16,7 @@ import transformers
 
 import specengine
 from specengine import ops
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.files import CPU_FACTS, processor_name, require_same, write_whole, writing
 
 Record = dict[str, Any]
@@ -109,8 +109,10 @@ def read(file: Path) -> list[Record]:
     except ValueError:
         records = []
     kinds = [record.get("record") if isinstance(record, dict) else None for record in records]
-    if kinds[:2] != ["provenance", "settings"] or None in kinds:
-        raise InputError(f"file: {file} was not written by `specengine bench --out`")
+    require_input(
+        f"file: {file} was not written by `specengine bench --out`",
+        kinds[:2] == ["provenance", "settings"] and None not in kinds,
+    )
     return records
 
 

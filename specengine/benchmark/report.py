@@ -6,7 +6,7 @@ from typing import Any
 
 from specengine.benchmark.records import NOTHING, Record, Table, number
 from specengine.benchmark.summaries import ALL, VERDICTS, differences, quartiles, speeds, summaries
-from specengine.errors import InputError
+from specengine.errors import require_input
 from specengine.trace.pictures import COLOURS, MARKERS, write_figure
 
 Columns = Mapping[str, Callable[[Record], str]]  # by header, the cell of a summary
@@ -182,10 +182,10 @@ SPREAD = 0.6  # of the places of sets within a way's band
 def draw_speeds(records: Sequence[Record], file: Path) -> None:
     """Write an SVG file. InputError as of `write_figure`, and without a row to draw."""
     by_way = speeds_by_way(records)
-    if not by_way:
-        raise InputError(
-            f"plot: the records have no speed over plain decoding to draw into {file.name}"
-        )
+    require_input(
+        f"plot: the records have no speed over plain decoding to draw into {file.name}",
+        bool(by_way),
+    )
     write_figure(file, "plot", lambda figure: _fill(figure, by_way), STYLE, layout="constrained")
 
 

@@ -21,7 +21,7 @@ from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Engine, loading
-from specengine.errors import InputError, TokenizerMismatchError
+from specengine.errors import InputError, TokenizerMismatchError, require_input
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 
@@ -77,12 +77,14 @@ class Spec:
             draft, colon, file = draft.rpartition(":")
             rest = f"{file}:{rest}"
         policy, options = parse(rest)
-        if policy == PLAIN and (colon or options):
-            raise InputError(f"way: got {text!r}, but {PLAIN} takes neither a draft nor options")
-        if colon and draft in ("", *loading.PLAIN):
-            raise InputError(
-                f"way: {text!r} names no draft; accepted DRAFT:POLICY, or POLICY with the draft of the run"
-            )
+        require_input(
+            f"way: got {text!r}, but {PLAIN} takes neither a draft nor options",
+            policy != PLAIN or not (colon or options),
+        )
+        require_input(
+            f"way: {text!r} names no draft; accepted DRAFT:POLICY, or POLICY with the draft of the run",
+            not colon or draft not in ("", *loading.PLAIN),
+        )
         return cls(text, draft if colon else None, policy, options)
 
     def make(self) -> TreePolicy | None:
@@ -271,11 +273,8 @@ def refuse_assistant(assistant: str | None, is_used: bool) -> None:
         raise InputError(
             f"assistant: way {ASSISTED} needs a smaller model with the target's tokenizer, name it"
         )
-    if assistant is not None and not is_used:
-        raise InputError(f"assistant: no way uses it; add way {ASSISTED}")
-    if (
-        assistant is not None
-        and assistant.startswith(("/", ".", "~"))
-        and not Path(assistant).exists()
-    ):
-        raise InputError(f"assistant: {assistant} does not exist")
+    require_input(f"assistant: no way uses it; add way {ASSISTED}", assistant is None or is_used)
+    require_input(
+        f"assistant: {assistant} does not exist",
+        assistant is None or not assistant.startswith(("/", ".", "~")) or Path(assistant).exists(),
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, require_input
 from specengine.files import lines_of
 
 BUILT_IN = Path(__file__).parent / "built_in"  # written for this project
@@ -81,11 +81,11 @@ def entry_of(line: str, where: str) -> dict[str, Any]:
         raise InputError(
             f'prompts: {where} is neither a string nor an object with "prompt", "turns" or "messages"'
         )
-    if any(turn.startswith(MASKED) for turn in turns):
-        raise InputError(
-            f"prompts: {where} has a note in the place of a prompt; fetch the prompts with the script that comes with "
-            "the data set, or leave such lines out"
-        )
+    require_input(
+        f"prompts: {where} has a note in the place of a prompt; fetch the prompts with the script that comes with "
+        "the data set, or leave such lines out",
+        not any(turn.startswith(MASKED) for turn in turns),
+    )
     return {**fields, "turns": turns}
 
 
@@ -106,16 +106,14 @@ def _files(place: Path) -> list[Path]:
         )
         return [place]
     files = sorted(place.glob("*.jsonl"))
-    if not files:
-        raise InputError(f"prompts: {place} has no .jsonl file")
+    require_input(f"prompts: {place} has no .jsonl file", bool(files))
     return files
 
 
 def _items(file: Path, set_by: str) -> list[Workload]:
     numbered = [(number, line) for number, line in enumerate(lines_of(file)) if line.strip()]
     entries = [(number, entry_of(line, f"{file}, line {number + 1}")) for number, line in numbered]
-    if not entries:
-        raise InputError(f"prompts: {file} has no prompts")
+    require_input(f"prompts: {file} has no prompts", bool(entries))
     return [
         Workload(
             str(entry.get(set_by, file.stem)),

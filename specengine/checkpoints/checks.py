@@ -128,13 +128,10 @@ def refuse_nonsense(name: str | Path, config: PretrainedConfig) -> None:
         name, "dtype", dtype, "the name of a torch.dtype", isinstance(dtype, torch.dtype | None)
     )
     _require(name, "sliding_window", window, "a whole number", isinstance(window, int | None))
-    _refuse_rotary_nonsense(name, getattr(decoder, "rope_parameters", None) or {})
-
-
-def _refuse_rotary_nonsense(name: str | Path, stated: dict[str, Any]) -> None:
+    rotary = getattr(decoder, "rope_parameters", None) or {}
     for rope in (
-        stated,
-        *(value for value in stated.values() if isinstance(value, dict)),
+        rotary,
+        *(value for value in rotary.values() if isinstance(value, dict)),
     ):  # or one by layer type
         theta = rope.get("rope_theta", 1)
         holds = type(theta) in (int, float) and 1 <= theta <= MAX_THETA

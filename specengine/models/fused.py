@@ -65,7 +65,7 @@ def why_not(model: Any) -> str | None:
             *((norm, classes["RMSNorm"]) for norm in norms),
             (mlp.act_fn, *ACTIVATIONS),
         )
-        faults += [_fault(*part) for part in parts]
+        faults += [_fault(*piece) for piece in parts]
         if any(norm.weight.dtype is not model.dtype for norm in norms):
             faults.append("its norms have another dtype")
     return next((fault for fault in faults if fault), None)

@@ -361,7 +361,13 @@ class AssistantHead(DraftHead):
         inputs = self._net.pre_projection(torch.cat((embeddings, hidden.to(self.dtype)), dim=-1))[
             None
         ]
-        keys = {kind: self._keys_of(kind) for kind in self._slabs}
+        cache = self._keeper.cache
+        end, near = cache.length, max(cache.length - self._window - 1, 0)
+        # of the committed tokens that are in sight, [1, KV heads, tokens, head size] each
+        keys = {
+            kind: cache.layer(layer, near if kind == SLIDING else 0, end, slab)
+            for kind, (slab, layer) in self._slabs.items()
+        }
         out = self._net.model(
             inputs_embeds=inputs,
             position_ids=self._keeper.cache.filled.long().expand(1, len(tokens)),
@@ -372,13 +378,6 @@ class AssistantHead(DraftHead):
             logits_to_keep=None,  # all rows: by default transformers slices inputs of single layers, and none are there
         ).last_hidden_state[0]
         return self._net.read(out), self._net.post_projection(out)
-
-    def _keys_of(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Return keys and values, [1, KV heads, tokens, head size] each, of the committed tokens that are in sight."""
-        cache, (slab, layer) = self._keeper.cache, self._slabs[kind]
-        end = cache.length
-        first = max(end - self._window - 1, 0) if kind == SLIDING else 0
-        return cache.layer(layer, first, end, slab)
 
     def _find_slabs(self) -> dict[str, tuple[int, int]]:
         """Return by the assistant's types of layers the slab, and the layer in it, that these read."""

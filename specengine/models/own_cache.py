@@ -160,20 +160,17 @@ class OwnCacheLM(CausalLM):
         """Run tokens. Return their logits, or those of the last one, and features of all."""
         token_rows = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
         if not cache.length:
-            cache.held = self._empty()
+            # as `generate` makes it: the model may make its own
+            modules, name = self._twin.modules, "past_key_values"
+            if "mamba" in type(modules).__name__.lower():
+                name = "cache_params"
+            usual = modules._supports_default_dynamic_cache()  # noqa: SLF001
+            cache.held = {name: DynamicCache(config=self.config)} if usual else {}
         out = self._forward(
             token_rows, len(tokens), cache.held, features, first=not cache.length, every=every
         )
         cache.held, cache.tokens = out.held, [*cache.tokens, *tokens]
         return out.logits[0], None if out.states is None else out.states[0]
-
-    def _empty(self) -> dict[str, Any]:
-        """Return an empty cache as `generate` makes it: the model may make its own."""
-        modules = self._twin.modules
-        if not modules._supports_default_dynamic_cache():  # noqa: SLF001
-            return {}
-        name = "cache_params" if "mamba" in type(modules).__name__.lower() else "past_key_values"
-        return {name: DynamicCache(config=self.config)}
 
     def _forward(
         self,

@@ -206,7 +206,14 @@ def rope_store(
         slot,
         live,
     )
-    _require_norms(turn, query)
+    weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
+    refuse_unless(
+        len(weights) != 1
+        and all((w.dtype, w.shape) == (query.dtype, query.shape[2:]) for w in weights),
+        "q_norm, k_norm",
+        f"both, {query.dtype} [{query.shape[2]}], or neither",
+        *weights,
+    )
     if run := kernels.rope_store[query.device]:
         return run(query, key, value, positions, turn, slab, slot, live)
     step = query.dtype if turn.stepwise else torch.float32
@@ -226,17 +233,6 @@ def rope_store(
     for cache, stored in ((slab[0], rotated(key)), (slab[1], value)):
         cache.index_copy_(1, slots, stored)
     return rotated(query)
-
-
-def _require_norms(turn: Rotation, query: Tensor) -> None:
-    weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
-    refuse_unless(
-        len(weights) != 1
-        and all((w.dtype, w.shape) == (query.dtype, query.shape[2:]) for w in weights),
-        "q_norm, k_norm",
-        f"both, {query.dtype} [{query.shape[2]}], or neither",
-        *weights,
-    )
 
 
 @op

@@ -160,7 +160,11 @@ class Graphs:
             with torch.cuda.stream(self._stream), torch.cuda.graph(graph, **capture):
                 outputs = tried()
         except BaseException:
-            self._abandon()
+            # torch may go on counting stream and pool as in use: before its pull request 180395 the end of a capture
+            # that failed left that out
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # noqa: SLF001
+            self._stream = self._pool = None
             if failed:  # the end of such a capture fails as well, and says less
                 raise failed[0] from None
             raise
@@ -185,14 +189,6 @@ class Graphs:
                         function()
         finally:
             current.wait_stream(self._stream)
-
-    def _abandon(self) -> None:
-        """Forget the stream and the pool of a capture that failed: torch may go on counting both as in use."""
-        with contextlib.suppress(
-            Exception
-        ):  # before torch's pull request 180395 the end of a capture left that out
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # noqa: SLF001
-        self._stream = self._pool = None
 
 
 class Mark:

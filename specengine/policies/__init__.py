@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specengine import errors, registry
 from specengine.errors import InputError as InputError
-from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, shown
+from specengine.errors import PolicyError, did_you_mean, kind_of, shown
+from specengine.errors import require_input as require_input
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 

@@ -205,15 +205,6 @@ def load(kind: str, classifier: str) -> Classifier:
         raise InputError(
             f"{where} cannot be read ({error!r}); train it again with: {training_command(kind)}"
         ) from error
-    _check_facts(kind, facts, where)
-    return Classifier(filled(KINDS[kind].make(facts), state, where), facts)
-
-
-def training_command(kind: str) -> str:
-    return f"specengine train classifier FOLDER --kind {kind} --data TEXT"
-
-
-def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
     readers = {
         "format": reader(f"{FORMAT}", lambda value: value == FORMAT),
         "kind": reader(kind, lambda value: value == kind),
@@ -229,6 +220,11 @@ def _check_facts(kind: str, facts: Mapping[str, Any], where: str) -> None:
     }
     for name, each in readers.items():
         each.check(f"{where} records {name}", facts.get(name, KINDS[kind].sizes.get(name)))
+    return Classifier(filled(KINDS[kind].make(facts), state, where), facts)
+
+
+def training_command(kind: str) -> str:
+    return f"specengine train classifier FOLDER --kind {kind} --data TEXT"
 
 
 def filled(net: N, state: Mapping[str, Tensor], where: str) -> N:

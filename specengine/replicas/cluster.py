@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from specengine.errors import InputError, missing_extra
+from specengine.errors import InputError, missing_extra, require_input
 from specengine.replicas import Scale, cores
 
 LOOPBACK = "127.0.0.1"
@@ -94,8 +94,8 @@ def _require_room(scale: Scale) -> None:
         ("GPU", int(scale.gpu), "device"),
     ):
         room = int(there.get(name, 0))
-        if each * scale.replicas > room:
-            raise InputError(
-                f"replicas, {field}: {scale.replicas} replicas need {each * scale.replicas} {name}s, "
-                f"accepted up to {room} in this cluster"
-            )
+        require_input(
+            f"replicas, {field}: {scale.replicas} replicas need {each * scale.replicas} {name}s, "
+            f"accepted up to {room} in this cluster",
+            each * scale.replicas <= room,
+        )

@@ -136,13 +136,9 @@ def _exact(field: str, text: str) -> str:
 
 
 def _written(field: str, schema: Any) -> str:
-    _check_size(field, [schema])
-    return json.dumps(schemas.rewritten(schema), allow_nan=False)
-
-
-def _check_size(field: str, parts: list[Any]) -> None:
-    """Raise InputError for schemas over which the library takes seconds; parts: parsed, and used up."""
+    # over more the library takes seconds
     most = {"properties": MAX_PROPERTIES, "patternProperties": MAX_PATTERNS}
+    parts = [schema]
     counted = dict.fromkeys(most, 0)
     while parts:
         schema_part = parts.pop()
@@ -161,6 +157,7 @@ def _check_size(field: str, parts: list[Any]) -> None:
             f"up to {accepted} in all",
             counted[name] <= accepted,
         )
+    return json.dumps(schemas.rewritten(schema), allow_nan=False)
 
 
 def _deeply(call: Callable[[], T], size: int) -> T:

@@ -20,7 +20,15 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
-from specengine.errors import MAX_NUMBER, InputError, require, require_options, shown, whole
+from specengine.errors import (
+    MAX_NUMBER,
+    InputError,
+    require,
+    require_input,
+    require_options,
+    shown,
+    whole,
+)
 from specengine.records import Stats
 from specengine.registry import plain
 from specengine.request import configs
@@ -83,10 +91,7 @@ class GenerationOptions(DeclaredOptions):
         """Complete and check `options`; InputError names the field and what it accepts."""
         self = cls.check(options)
         asked = self.do_sample
-        if self.do_sample is None:
-            self._imply_sampling()
-        elif not self.do_sample:
-            self._refuse_sampling()
+        self._settle_sampling()
         self._configured = configured = Configured(self.generation_config, model_config)
         configured.refuse_unsupported(IN_CONFIGS)
         self._fill_from(configured.values)
@@ -242,32 +247,29 @@ class GenerationOptions(DeclaredOptions):
             "forces_first": "forced_bos_token_id" in self._configured.values,
         }
 
-    def _imply_sampling(self) -> None:
-        """Sample where a temperature or a truncation is given; a temperature of 0 is the greedy answer."""
+    def _settle_sampling(self) -> None:
+        """Sample where a temperature or a truncation is given; a temperature of 0 is the greedy answer.
+
+        Raise InputError for an option that shapes draws, where do_sample is False; neutral values pass.
+        """
         neutral = {
             name: declared.neutral for name, declared in declarations().items() if declared.neutral
         }
-        if self.temperature is not None and self.temperature < MIN_TEMPERATURE:
+        stated = {name: getattr(self, name) for name in neutral if getattr(self, name) is not None}
+        greedy = self.temperature is not None and self.temperature < MIN_TEMPERATURE
+        if self.do_sample is not None and not self.do_sample:
+            for name, value in stated.items():
+                require_input(
+                    f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out",
+                    value in neutral[name] or (name == "temperature" and greedy),
+                )
+        elif self.do_sample is None and greedy:
             self.do_sample = False
-        elif self.temperature is not None or any(
-            getattr(self, name) not in (None, neutral[name][0]) for name in neutral
+        elif self.do_sample is None and (
+            self.temperature is not None
+            or any(value != neutral[name][0] for name, value in stated.items())
         ):
             self.do_sample = True
-
-    def _refuse_sampling(self) -> None:
-        """Raise InputError for an option that shapes draws, where do_sample is False; neutral values pass."""
-        for name, declared in declarations().items():
-            value = getattr(self, name)
-            greedy = name == "temperature" and value is not None and value < MIN_TEMPERATURE
-            if (
-                declared.neutral
-                and value is not None
-                and value not in declared.neutral
-                and not greedy
-            ):
-                raise InputError(
-                    f"{name}: got {value}, but do_sample=False takes the most likely token; leave one out"
-                )
 
     def _fill_from(self, values: Mapping[str, Any]) -> None:
         """Take over what is still None; what shapes a draw means nothing where none is asked for."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 import specengine
 from specengine.engine import Engine
-from specengine.errors import InputError, SpecEngineError, require
+from specengine.errors import InputError, SpecEngineError, require, require_input
 from specengine.protocol import anthropic, ollama
 from specengine.protocol.dialects import DIALECTS, MESSAGES
 from specengine.protocol.llamacpp import DetokenizeBody, TokenizeBody
@@ -170,8 +170,7 @@ def text_of_ids(tokens: list[int], engine: Engine, limits: ModelLimits) -> str:
 def filled(request: ChatRequest, limits: ModelLimits) -> str:
     """Return the filled chat template; InputError where there is none, or it does not take these messages."""
     tokenizer = limits.tokenizer
-    if not template_of(tokenizer):
-        raise InputError("messages: this model has no chat template")
+    require_input("messages: this model has no chat template", bool(template_of(tokenizer)))
     messages = [message.for_template() for message in request.messages]
     options = {"add_generation_prompt": True} | request.template_options
     return prompts.filled(

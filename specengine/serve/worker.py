@@ -24,7 +24,7 @@ from specengine.engine import (
     parallel_of,
 )
 from specengine.engine.scheduler import Task, run_tasks
-from specengine.errors import InputError
+from specengine.errors import InputError, require_input
 from specengine.protocol.completion import Completion, Piece, found_again
 from specengine.protocol.preparing import CheckedRequest, ModelLimits, PreparedRequest
 from specengine.protocol.problems import RequestError, unavailable
@@ -126,10 +126,10 @@ class JobQueue:
         no context, and for more jobs than may ever wait.
         """
         most = self._most + self.parallel
-        if len(jobs) > most:
-            raise InputError(
-                f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue"
-            )
+        require_input(
+            f"n: {len(jobs)} answers of one request, accepted up to {most}, by the server's queue",
+            len(jobs) <= most,
+        )
         for job in jobs:
             if self.limits is not None:
                 job.asked.require_possible(self.limits)

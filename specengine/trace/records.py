@@ -229,11 +229,11 @@ class _Reading:
                 self._queries[-1].update(record)
 
     def done(self, truncated: bool) -> Trace:
-        if self._header is None:
-            raise InputError(f"trace: {self._file} has no records")
+        header = self._header or {}
+        require_input(f"trace: {self._file} has no records", bool(header))
         return Trace(
             self._file,
-            **self._header,
+            **header,
             queries=[Query(**query) for query in self._queries],
             truncated=truncated,
         )
@@ -330,11 +330,11 @@ def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
     for name, (accepted, holds) in checks.items():
         require_input(f"trace: {where}: {kind}.{name} is missing", name in record)
         require_value(f"trace: {where}: {kind}.{name}", record[name], accepted, holds(record[name]))
-    unknown = record.keys() - checks.keys()
-    if unknown:
-        raise InputError(
-            f"trace: {where}: {kind}.{min(unknown)} is unknown, known are {', '.join(checks)}"
-        )
+    unknown = sorted(record.keys() - checks.keys())
+    require_input(
+        f"trace: {where}: {kind}.{', '.join(unknown[:1])} is unknown, known are {', '.join(checks)}",
+        not unknown,
+    )
 
 
 def _check_tree(record: dict[str, Any], where: str) -> None:

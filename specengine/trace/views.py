@@ -28,7 +28,9 @@ def summary(traces: Sequence[Trace]) -> Iterator[str]:
         )
         for query in trace.queries:
             number += 1
-            yield f"  {number:>5}{_figures(query)}  {_plain(query.finish_reason or '-'):<10}{_title(query)}"
+            title = repr(query.title)
+            shown = title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 3] + "..."
+            yield f"  {number:>5}{_figures(query)}  {_plain(query.finish_reason or '-'):<10}{shown}"
 
 
 def _figures(query: Query) -> str:
@@ -37,11 +39,6 @@ def _figures(query: Query) -> str:
         f"{len(query.cycles):>8}{tokens:>8}{query.tau:>7.2f}{query.delta:>7.2f}{query.verified:>10.1f}"
         f"{query.drafted:>9.1f}"
     )
-
-
-def _title(query: Query) -> str:
-    text = repr(query.title)
-    return text if len(text) <= TITLE_WIDTH else text[: TITLE_WIDTH - 3] + "..."
 
 
 def _plain(text: str) -> str:
@@ -117,28 +114,28 @@ def page(traces: Sequence[Trace]) -> str:
     template, style, script = (
         files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
     )
+    data = {  # short names, and each text once
+        "runs": [_run(trace) for trace in traces],
+        "queries": [
+            {
+                "run": number,
+                "title": query.title,
+                "prompt": query.prompt,
+                "seed": query.seed,
+                "end": query.finish_reason,
+                "cycles": [_cycle(cycle) for cycle in query.cycles],
+            }
+            for number, trace in enumerate(traces)
+            for query in trace.queries
+        ],
+    }
+    escapes = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
     texts = {
         "{{script-hash}}": _hash(script),
         "{{style-hash}}": _hash(style),
         "{{style}}": style,
         "{{script}}": script,
-        "{{data}}": _embedded(
-            {  # short names, and each text once
-                "runs": [_run(trace) for trace in traces],
-                "queries": [
-                    {
-                        "run": number,
-                        "title": query.title,
-                        "prompt": query.prompt,
-                        "seed": query.seed,
-                        "end": query.finish_reason,
-                        "cycles": [_cycle(cycle) for cycle in query.cycles],
-                    }
-                    for number, trace in enumerate(traces)
-                    for query in trace.queries
-                ],
-            }
-        ),
+        "{{data}}": json.dumps(data, allow_nan=False, separators=(",", ":")).translate(escapes),
     }
     for name, text in texts.items():  # the data last, so that nothing in it is read as a name
         template = template.replace(name, text, 1)
@@ -148,11 +145,6 @@ def page(traces: Sequence[Trace]) -> str:
 def _hash(text: str) -> str:
     """Return the hash of a text as a source of a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _embedded(data: Any) -> str:
-    escapes = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(escapes)
 
 
 def _run(trace: Trace) -> dict[str, Any]:

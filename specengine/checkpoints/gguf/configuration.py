@@ -275,7 +275,7 @@ def assistant_config(file: GGUFFile) -> transformers.PretrainedConfig:
     fields.require(
         "attention.sliding_window_pattern", pattern, "a list by layer", isinstance(pattern, list)
     )
-    file.metadata.pop(f"{ASSISTANT}.nextn_predict_layers")  # no layers beside those of a model
+    file.metadata.pop(f"{ASSISTANT}.nextn_predict_layers")  # no layers of its own
     text = _model_config(fields, "gemma4")
     outer = fields.count("embedding_length_out")
     fields.refuse_unread()
@@ -428,8 +428,23 @@ def _rope_parameters(
 def _scaled(fields: MetadataFields, turned: int) -> dict[str, Any]:
     """Return the parameters of rotations of that many channels of a head."""
     theta = fields.positive("rope.freq_base", 10_000.0)
-    if _SHORT in fields.file.tensors:
-        return _longrope(fields, theta, turned)
+    if (
+        _SHORT in fields.file.tensors
+    ):  # two lists of factors, of which transformers makes the attention's
+        factors = {_SHORT: "short_factor", _LONG: "long_factor"}
+        for name in factors:
+            require_intact(
+                f"{fields.file.path}: {name} must be [{turned // 2}]",
+                name in fields.file.tensors and fields.file.tensors[name].shape == (turned // 2,),
+            )
+        context = fields.count("rope.scaling.original_context_length")
+        return {
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "original_max_position_embeddings": context,
+            "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
+            **{field: fields.file.numbers(name).tolist() for name, field in factors.items()},
+        }
     kind = fields.value("rope.scaling.type")
     factor = fields.positive("rope.scaling.factor", fields.positive("rope.scale_linear", 1.0))
     if kind == "none" or (
@@ -471,23 +486,6 @@ def _proportional(fields: MetadataFields, head_dim: int) -> dict[str, Any]:
         "rope_type": "proportional",
         "rope_theta": theta,
         "partial_rotary_factor": turned / len(factors),
-    }
-
-
-def _longrope(fields: MetadataFields, theta: float, turned: int) -> dict[str, Any]:
-    """Return the parameters of positions with two lists of factors, of which transformers makes the attention's."""
-    factors = {_SHORT: "short_factor", _LONG: "long_factor"}
-    for name in factors:
-        require_intact(
-            f"{fields.file.path}: {name} must be [{turned // 2}]",
-            name in fields.file.tensors and fields.file.tensors[name].shape == (turned // 2,),
-        )
-    return {
-        "rope_type": "longrope",
-        "rope_theta": theta,
-        "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
-        "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
-        **{field: fields.file.numbers(name).tolist() for name, field in factors.items()},
     }
 
 

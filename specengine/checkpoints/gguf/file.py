@@ -319,15 +319,38 @@ def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any]
     sources.append(_Source(path))
     cursor = _Cursor(sources[-1])
     tensor_count, entry_count = _read_header(cursor)
-    return cursor, _read_metadata(cursor, entry_count), tensor_count
+    metadata: dict[str, Any] = {}
+    for number in range(entry_count):
+        cursor.place = f"the key of metadata entry {number}"
+        key = cursor.string()
+        cursor.require(
+            len(key) <= _MAX_KEY_LENGTH,
+            f"has {len(key)} characters, more than {_MAX_KEY_LENGTH}",
+        )
+        cursor.place = f"metadata {key[:80]!r}"
+        cursor.require(key not in metadata, "is there twice")
+        code = cursor.number("I")
+        metadata[key] = (
+            _read_array(cursor, cursor.number("I"), cursor.number("Q"))
+            if code == _ARRAY
+            else cursor.string()
+            if code == _STRING
+            else _read_numbers(cursor, code, 1)[0]
+        )
+    return cursor, metadata, tensor_count
 
 
 def _read_tensors(
     cursor: _Cursor, metadata: dict[str, Any], count: int, file_number: int
 ) -> dict[str, GGUFTensor]:
-    placed = _placed(
-        cursor, _read_tensor_infos(cursor, count), _alignment(cursor.source.path, metadata)
-    )
+    infos: dict[str, GGUFTensor] = {}  # their offsets counted from the start of the data
+    for number in range(count):
+        cursor.place = f"the name of tensor {number}"
+        name = cursor.string()
+        cursor.place = f"tensor {name[:80]!r}"
+        cursor.require(name not in infos, "is there twice")
+        infos[name] = _read_tensor_info(cursor, name)
+    placed = _placed(cursor, infos, _alignment(cursor.source.path, metadata))
     return {name: replace(tensor, part=file_number) for name, tensor in placed.items()}
 
 
@@ -346,28 +369,6 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     cursor.require_room(tensor_count, _MIN_TENSOR_BYTES)
     cursor.require_room(entry_count, _MIN_ENTRY_BYTES)
     return tensor_count, entry_count
-
-
-def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for number in range(count):
-        cursor.place = f"the key of metadata entry {number}"
-        key = cursor.string()
-        cursor.require(
-            len(key) <= _MAX_KEY_LENGTH,
-            f"has {len(key)} characters, more than {_MAX_KEY_LENGTH}",
-        )
-        cursor.place = f"metadata {key[:80]!r}"
-        cursor.require(key not in metadata, "is there twice")
-        code = cursor.number("I")
-        metadata[key] = (
-            _read_array(cursor, cursor.number("I"), cursor.number("Q"))
-            if code == _ARRAY
-            else cursor.string()
-            if code == _STRING
-            else _read_numbers(cursor, code, 1)[0]
-        )
-    return metadata
 
 
 def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:
@@ -425,18 +426,6 @@ def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
         type(value) is int and value > 0 and value & (value - 1) == 0,
     )
     return value
-
-
-def _read_tensor_infos(cursor: _Cursor, count: int) -> dict[str, GGUFTensor]:
-    """Return the tensors with their offsets still counted from the start of the data."""
-    infos: dict[str, GGUFTensor] = {}
-    for number in range(count):
-        cursor.place = f"the name of tensor {number}"
-        name = cursor.string()
-        cursor.place = f"tensor {name[:80]!r}"
-        cursor.require(name not in infos, "is there twice")
-        infos[name] = _read_tensor_info(cursor, name)
-    return infos
 
 
 def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:

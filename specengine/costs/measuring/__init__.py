@@ -408,7 +408,13 @@ class SyntheticCycles:
         self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
         self.end()  # clear the caches of an earlier generation
         target.want(() if drafter is None else drafter.traits.features)
-        self._reserve(max_context)
+        tokens = max_context + DRIFT + 2 * MAX_PATH
+        slots = room(tokens + MAX_NODES + getattr(target, "strict_rows", 0))
+        if driver is not None:  # once, because captures read buffers that must not move
+            driver.reserve(tokens)
+        else:  # as in engine/captured.py: attention without a kernel of its own runs over all slots
+            target.reserve(slots, 0)
+            reserve(drafter, tokens, DRAFT_SLOTS, MAX_PATH)
 
     def plan(self, plan: MeasuringPlan) -> MeasuringPlan:
         """Return the plan, with verifications of a driver's one size where there is a driver, and of short chains."""
@@ -515,16 +521,6 @@ class SyntheticCycles:
             dtype=torch.int64,
             device="cpu",
         ).tolist()
-
-    def _reserve(self, context: int) -> None:
-        """Reserve memory once, because captures read buffers that must not move."""
-        tokens = context + DRIFT + 2 * MAX_PATH
-        if self.driver is not None:
-            self.driver.reserve(tokens)
-            return
-        # as in engine/captured.py: attention without a kernel of its own runs over all slots
-        self.target.reserve(room(tokens + MAX_NODES + getattr(self.target, "strict_rows", 0)), 0)
-        reserve(self.drafter, tokens, DRAFT_SLOTS, MAX_PATH)
 
     def _rewind(self) -> None:
         prompt, drafter = self._prompt, self.drafter

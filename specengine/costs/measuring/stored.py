@@ -192,17 +192,16 @@ def identity(
         "specengine": _version(),
         **({"experts": "counted"} if count_experts(target) else {}),
         **({"trees": "chains"} if target.paths else {}),
-        **(_on_cuda(None if drafter is None else driver) if on_cuda else {}),
-    }
-
-
-def _on_cuda(driver: Driver | None) -> dict[str, Any]:
-    """Return what costs depend on where kernels run: who compiles them, which there are, and what captures hold."""
-    return {
-        "policy": None if driver is None else repr(driver.policy),
-        "triton": _version("triton"),
-        "ops": [os.environ.get(VARIABLE, ""), *attached("cuda")],
-        "cuda": [torch.version.cuda or torch.version.hip, _driver_version()],
+        **(
+            {  # who compiles kernels, which there are, and what captures hold
+                "policy": None if drafter is None or driver is None else repr(driver.policy),
+                "triton": _version("triton"),
+                "ops": [os.environ.get(VARIABLE, ""), *attached("cuda")],
+                "cuda": [torch.version.cuda or torch.version.hip, _driver_version()],
+            }
+            if on_cuda
+            else {}
+        ),
     }
 
 

@@ -10,7 +10,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import InputError, PerDevice, _classifier, require
+from specengine.policies import PerDevice, _classifier, require, require_input
 from specengine.policies._beam import Beam
 
 
@@ -72,16 +72,16 @@ class Specdecpp(Beam):
         doubt = ops.doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
         return below & (passes > self.minimum) & (doubt > self.threshold)
 
-    def _require(self, states: Tensor | None) -> Tensor:
+    def _require(self, states: Any) -> Any:
         """Return the hidden states. Raises InputError if the draft gives none, or those of another width."""
         size = self._learned.facts["hidden_size"]
-        if states is None:
-            raise InputError(
-                "policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give"
-            )
-        if states.shape[-1] != size:
-            raise InputError(
-                f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
-                f"{states.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}"
-            )
+        require_input(
+            "policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give",
+            states is not None,
+        )
+        require_input(
+            f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
+            f"{states.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}",
+            states.shape[-1] == size,
+        )
         return states
