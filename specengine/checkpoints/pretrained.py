@@ -319,7 +319,11 @@ def _read_by_transformers(
 
     Raises `refused` where that reader does not know it either, or this package does and refuses the file's settings.
     """
-    with gguf.read(path) as file:
+    try:
+        file = gguf.read(path)
+    except CheckpointError as error:
+        raise refused from error
+    with file:
         if len(file.parts) > 1 or gguf.is_known(file.metadata):
             raise refused
         try:

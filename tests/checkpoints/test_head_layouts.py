@@ -131,7 +131,7 @@ def test_a_layout_without_a_writer_is_read_alone(
     state = random_state(config)
     assert load_head(write(tmp_path, {**FLAT, **THIRD, "strange": 1}, state)).config == config
     with pytest.raises(
-        CheckpointError, match="layout: got 'strange', accepted official, speculators"
+        CheckpointError, match="layout: got 'strange', accepted dflash, official, speculators"
     ):
         save_head(config, state, tmp_path / "other", "strange")
     with pytest.raises(CheckpointError, match="layout: strange heads can be read, but not written"):

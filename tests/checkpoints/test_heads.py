@@ -171,7 +171,9 @@ def test_only_a_whole_head_is_saved(tmp_path: Path) -> None:
     del state["norm.weight"]
     with pytest.raises(CheckpointError, match=r"missing: norm\.weight"):
         save_head(config, state, tmp_path / "head")
-    with pytest.raises(CheckpointError, match="layout: got 'gguf', accepted official, speculators"):
+    with pytest.raises(
+        CheckpointError, match="layout: got 'gguf', accepted dflash, official, speculators"
+    ):
         save_head(config, random_state(config), tmp_path / "head", "gguf")  # type: ignore[arg-type]
     assert not (tmp_path / "head").exists()
 

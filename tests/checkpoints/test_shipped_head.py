@@ -90,12 +90,12 @@ def test_without_it_an_error_says_how_to_get_it_and_the_default_is_recycling(no_
         Any, SimpleNamespace(name=embedded.NAME, lm=SimpleNamespace(config=SimpleNamespace()))
     )
     assert loading._default(target) == "recycling"
-    (note,) = loading._notes(target, None, cast(Any, Recycling()))
+    note = loading._note(target, None, cast(Any, Recycling()))
     assert note.startswith(
         "draft: recycled tokens, because the head for smollm2-135m-instruct is not installed"
     )
     assert note.endswith("pip install that file")
-    assert loading._notes(target, "recycling", cast(Any, Recycling())) == []
+    assert loading._note(target, "recycling", cast(Any, Recycling())) == ""
     assert embedded.missing_head("Qwen/Qwen3-0.6B") is None
     with pytest.raises(
         InputError,

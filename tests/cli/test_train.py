@@ -94,7 +94,7 @@ def test_without_text_the_recipes_is_written_first(
         (["data", "x", "-o", "tokens=many"], "option.tokens: got 'many'"),
         (
             ["draft", "x", "--loss", "l2"],
-            "loss: got 'l2', accepted eagle, hass, ttt, talf, eagle-paper, hass-paper",
+            "loss: got 'l2', accepted eagle, hass, ttt, talf, dflash, eagle-paper, hass-paper",
         ),
         (["draft", "x", "-l", "beam=4"], "loss_option: unknown option 'beam'"),
         (["draft", "x", "-o", "steps=0"], "steps: got 0"),

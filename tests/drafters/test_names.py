@@ -43,5 +43,5 @@ def test_the_whole_default_model_as_a_draft_is_told_of_the_head() -> None:
     twin = SimpleNamespace(name="small_model (it)", lm=target().lm)
     small = loading.SmallModel.__new__(loading.SmallModel)
     vars(small).update(vars(twin))
-    (note,) = loading._notes(target(), embedded.NAME, small)
+    note = loading._note(target(), embedded.NAME, small)
     assert note.endswith("the head that ships is draft='default-head'")

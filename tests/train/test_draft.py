@@ -21,7 +21,7 @@ from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, from_model
 from specengine.train.draft import new_heads
 from specengine.train.draft.losses import loss_of
-from specengine.train.draft.new_heads import _vocabulary_size, new_head, start_from_text
+from specengine.train.draft.new_heads import Weights, _vocabulary_size, new_head, start_from_text
 from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import ServingTeacher, StoredTeacher, Teacher
 from specengine.train.draft.training import LOG, STATE, Epochs, pack, train_draft
@@ -515,7 +515,8 @@ def test_kept_states_teach_what_the_target_would(tmp_path: Path, family: str) ->
     lm, corpus = native_corpus(tmp_path, family)
     texts = list(corpus)[:4]
     ids = default_layer_ids(lm.layers)
-    stored, serving = StoredTeacher(NativeTarget(lm), ids), ServingTeacher(NativeTarget(lm), ids)
+    stored = StoredTeacher(NativeTarget(lm), ids, Weights.of(lm).vocabulary)
+    serving = ServingTeacher(NativeTarget(lm), ids)
     vocabulary = torch.arange(0, VOCABULARY, 2)
     head = new_head(lm, OPTIONS, LOSS, torch.ones(VOCABULARY))
     for text in texts:
