@@ -400,6 +400,8 @@ def test_a_terminal_shows_how_much_of_a_long_prompt_is_read(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(terminal, "UPDATE_SECONDS", 0.01)
     monkeypatch.setattr("specengine.models.native.lm.PREFILL_ROWS", 128)
+    of(folder, "--policy", "plain")._answer("x")  # costs are measured, which runs the model too
+    capsys.readouterr()
     real = NativeLM.run
 
     def slow(self: NativeLM, *batches: Any, **options: Any) -> Any:

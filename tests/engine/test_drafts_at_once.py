@@ -31,7 +31,7 @@ from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.models import kv_cache
 from specengine.models.eagle import head_from
-from specengine.models.native import NativeHead, NativeLM, NativeTarget
+from specengine.models.native import NativeDflashHead, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 from tests.drafters.test_other_tokens import drafter_of
@@ -81,9 +81,15 @@ def eagle(*, native: bool = True, mixed: bool = False, **config: Any) -> Made:
     return made
 
 
-def dflash(folder: Path, patch: pytest.MonkeyPatch) -> Engine:
-    lm = native_lm(deep())
-    return engine_of(lm, Dflash(tiny_head(block_config()), lm), "ddtree")
+def dflash(*, native: bool = True) -> Made:
+    def made(folder: Path, patch: pytest.MonkeyPatch) -> Engine:
+        lm, config = native_lm(deep()), block_config()
+        head: Any = tiny_head(config)
+        if native:
+            head = NativeDflashHead(config, random_state(config), lm)
+        return engine_of(lm, Dflash(head, lm), "ddtree")
+
+    return made
 
 
 def small(family: str, target: str = "llama", *, native: bool = True) -> Made:
@@ -133,7 +139,8 @@ KINDS: dict[str, Made] = {
     "eagle 2, with temperatures": eagle(native=False, version=1, temperatures=(1.0, 1.5)),
     "eagle 3": eagle(),
     "eagle 3, torch": eagle(native=False),
-    "dflash": dflash,
+    "dflash": dflash(),
+    "dflash, torch": dflash(native=False),
     "small model": small("llama"),
     "small model, torch": small("llama", native=False),
     "small model, uneven heads": small("gemma4_text", "gemma4_text"),
