@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 MULTIPROCESSORS = 132  # of an H100 or H200; used where there is no device to ask
-FEWEST_STEPS = 4  # of a split's loop
+MIN_SPLIT_STEPS = 4
 SUMMED = 1024  # outputs of one program that adds splits
 UNIT = tl.constexpr(256)  # inputs that share a unit
 # inputs whose codes stand in the lower halves of bytes, before as many in the upper ones
@@ -225,8 +225,8 @@ def splits_for(programs: int, rows: int, steps: int, device: torch.device) -> in
 
     Two a processor for few rows, whose sums are few bytes.
     """
-    wanted = processors(device) * (2 if rows <= 16 else 1) // programs
-    return max(1, min(wanted, steps // FEWEST_STEPS))
+    filling = processors(device) * (2 if rows <= 16 else 1) // programs
+    return max(1, min(filling, steps // MIN_SPLIT_STEPS))
 
 
 def packed_linear(

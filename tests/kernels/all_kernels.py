@@ -319,11 +319,11 @@ def packed_products(seed: int, device: str) -> None:
     weight = quantised(kind, outputs, inputs, seed, device)
     states = random(rows, inputs, seed=seed + 1).to(device, dtype)
     bias = random(outputs, seed=seed + 2).to(device, dtype) if seed % 2 else None
-    found = packed_linear.packed_linear(states, weight, bias)
+    product = packed_linear.packed_linear(states, weight, bias)
     wanted = states.double() @ packed_linear.numbers(weight).double().T
     wanted = wanted if bias is None else wanted + bias.double()
     limit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    assert (found.double() - wanted).norm() <= limit * wanted.norm(), seed
+    assert (product.double() - wanted).norm() <= limit * wanted.norm(), seed
 
 
 KERNELS: dict[str, Callable[[int, str], None]] = {

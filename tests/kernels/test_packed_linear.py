@@ -45,10 +45,12 @@ def check(
     exact = states.double() @ numbers.T
     terms = (states.double().square() @ numbers.square().T).sqrt()  # a sum may be small by chance
     for added in (None, bias):
-        found = packed_linear(states, weight, added, splits=splits, upcast=INTERPRETED)
+        product = packed_linear(states, weight, added, splits=splits, upcast=INTERPRETED)
         wanted = exact if added is None else exact + added.double()
-        assert (found.shape, found.dtype) == ((rows, outputs), dtype)
-        assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * (wanted.norm() + terms.norm())
+        assert (product.shape, product.dtype) == ((rows, outputs), dtype)
+        assert (product.double() - wanted).norm() <= TOLERANCE[dtype] * (
+            wanted.norm() + terms.norm()
+        )
         meant = kernel.reference(states, weight, added).double()
         assert (meant - wanted).norm() <= TOLERANCE[dtype] * (wanted.norm() + terms.norm())
 
@@ -100,13 +102,13 @@ def test_strided_rows() -> None:
 def test_other_codes_and_scales_are_seen(kind: str) -> None:
     weight = quantised(kind, 20, 512, 6, DEVICE)
     states = normal(4, 512, seed=7)
-    found = packed_linear(states, weight).double()
+    product = packed_linear(states, weight).double()
     for name, part in weight._asdict().items():
         if part is None:
             continue
         other = weight._replace(**{name: part.roll(1, dims=0)})
         wanted = states.double() @ kernel.numbers(other).double().T
-        assert (found - wanted).norm() > 1e-3 * wanted.norm()
+        assert (product - wanted).norm() > 1e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -52,9 +52,9 @@ def test_rows_are_rounded_by_half_a_step() -> None:
     assert (error <= weight.scales * 0.5001).all()
     assert torch.equal(weight.numbers()[3], torch.zeros(77))
     rows = torch.randn(2, 3, 77)
-    found = QuantizedLinear(layer, weight)(rows)
+    product = QuantizedLinear(layer, weight)(rows)
     wanted = nn.functional.linear(rows, weight.numbers(), layer.bias)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(product, wanted)
 
 
 def test_layers_are_replaced_where_there_is_a_weight() -> None:

@@ -155,6 +155,14 @@ def test_losses_of_another_head_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_layers_are_of_dflash_heads_alone() -> None:
+    options = replace(OPTIONS, layers=3)
+    with pytest.raises(InputError, match="layers: got 3, accepted 0 for eagle3"):
+        new_head(deep(), options, make_loss("ttt"), torch.ones(VOCABULARY))
+    head = new_head(deep(), OPTIONS, LOSS, torch.ones(VOCABULARY))
+    assert head.config.num_layers == 2
+
+
 def test_more_positions_than_a_block_has_are_refused(tmp_path: Path) -> None:
     corpus = Corpus.create(tmp_path / "data", {"target": "tiny", "vocab_size": VOCABULARY})
     corpus.add(0, [text(), text(30)])

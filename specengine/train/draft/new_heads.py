@@ -94,8 +94,8 @@ def new_head(
         )
     usual = {"eagle": "eagle1", "hass": "eagle1", "dflash": "dflash"}.get(loss.name, "eagle3")
     kind = usual if options.head == "auto" else options.head
-    version = 1 if kind == "eagle1" else 3
-    config = new_config(weights, version, options)
+    require("layers", options.layers, f"0 for {kind}", kind == "dflash" or not options.layers)
+    config = new_config(weights, 1 if kind == "eagle1" else 3, options)
     if kind == "dflash":
         config = _block_config(config, options, loss, counts)
     head = config.network().to(weights.device)
@@ -104,7 +104,7 @@ def new_head(
             torch.nn.init.normal_(parameter, std=0.02)
     if isinstance(head, Eagle3Head) and head.d2t is not None:
         _choose_vocabulary(head.d2t, counts)
-    if options.start == "target" and version == 3:
+    if options.start == "target" and config.version == 3:
         _start_from_target(head, weights)
     return head
 
@@ -222,17 +222,17 @@ def _block_config(
     config: EagleConfig, options: TrainOptions, loss: Loss, counts: Tensor
 ) -> DflashConfig:
     """Return the config of a DFlash head; the last token that no answer has stands for those to predict."""
-    plain = {field.name: getattr(config, field.name) for field in fields(config)}
+    layers = options.layers or 2
     return DflashConfig(
-        **plain
+        **{field.name: getattr(config, field.name) for field in fields(config)}
         | {
             "draft_vocab_size": config.vocab_size,
             "own_head": False,
             "qk_norm": True,
             "o_bias": config.qkv_bias,
-            "num_layers": options.layers,
-            "windows": (0,) * options.layers,
-            "causal": (False,) * options.layers,
+            "num_layers": layers,
+            "windows": (0,) * layers,
+            "causal": (False,) * layers,
             "block_size": loss.steps + 1,
             "mask_token_id": int((counts == counts.min()).nonzero()[-1]),
         }

@@ -116,9 +116,9 @@ class TrainOptions(Checked):
         help="eagle1, eagle3 or dflash; auto: the one that the loss is made for",
     )
     layers: int = option(
-        at_least(1),
-        default=2,
-        help="decoder layers of a DFlash head, 1 or more",
+        at_least(0),
+        default=0,
+        help="decoder layers of a DFlash head, 0 or more; 0: two",
     )
     steps: int = option(
         at_least(1),
