@@ -18,7 +18,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena() {
-    for (void* chunk : chunks_) release(chunk);
+    for (const Room& chunk : chunks_) release_pages(chunk.at, chunk.bytes);
   }
 
   // Zeroed, at a multiple of 64 bytes, with room behind it for a vector that reads too far.
@@ -32,14 +32,13 @@ class Arena {
     room.bytes -= bytes;
     if (whole.bytes > rest_.bytes) rest_ = whole;
     taken_ += bytes;
-    std::memset(start, 0, bytes);
     return start;
   }
 
   size_t taken() const { return taken_; }
 
  private:
-  static constexpr size_t kPage = 2u << 20, kChunk = 128u << 20;  // what nothing is taken of has no memory
+  static constexpr size_t kChunk = 128u << 20;  // what nothing is written to has no memory
 
   struct Room {
     uint8_t* at = nullptr;
@@ -47,15 +46,14 @@ class Arena {
   };
 
   Room chunk_for(size_t bytes) {
-    const size_t size = ((bytes > kChunk ? bytes : kChunk) + kPage - 1) / kPage * kPage;
-    void* chunk = allocate(kPage, size);
+    const size_t size = ((bytes > kChunk ? bytes : kChunk) + kLargePage - 1) / kLargePage * kLargePage;
+    void* chunk = allocate_pages(size);
     if (!chunk) throw std::bad_alloc();
-    prefer_large_pages(chunk, size);
-    chunks_.push_back(chunk);
-    return {static_cast<uint8_t*>(chunk), size};
+    chunks_.push_back({static_cast<uint8_t*>(chunk), size});
+    return chunks_.back();
   }
 
-  std::vector<void*> chunks_;
+  std::vector<Room> chunks_;
   Room rest_;  // of the chunk with most
   size_t taken_ = 0;
 };

@@ -87,22 +87,27 @@ inline void put_nibbles(uint8_t* block, int output, const uint8_t* from) {
 
 inline void put_half(uint8_t* at, int output, const uint8_t* half) { std::memcpy(at + 2 * output, half, 2); }
 
-// Puts `value`, of so many bits, into the rows of 64 bytes of csrc/cpu/integers. Byte 4 * output + input % 4 of a row has the
-// bits of that input of one word after another.
-template <int Bits>
-inline void put_bits(uint8_t* rows, int output, int input, int value) {
-  constexpr int kPer = 8 / Bits, kMask = (1 << Bits) - 1;  // words that share a row
-  const int word = input / 4, shift = Bits * (word % kPer);
-  uint8_t* byte = rows + word / kPer * 64 + 4 * output + input % 4;
-  *byte = static_cast<uint8_t>((*byte & ~(kMask << shift)) | (value & kMask) << shift);
+// Puts code(k), of so many bits each, of 32 inputs of one output into the rows of 64 bytes of csrc/cpu/integers. Byte
+// 4 * output + k % 4 of a row has the bits of that input of one word of four after another.
+template <int Bits, typename Code>
+inline void put_codes(uint8_t* rows, int output, const Code& code) {
+  constexpr int kPer = 8 / Bits;  // words that share a row
+  uint8_t codes[kDepth];
+  for (int k = 0; k < kDepth; ++k) codes[k] = static_cast<uint8_t>(code(k));
+  for (int word = 0; word < kDepth / 4; word += kPer) {
+    uint32_t row = 0;
+    for (int other = 0; other < kPer; ++other) {
+      uint32_t four;
+      std::memcpy(&four, codes + 4 * (word + other), 4);
+      row |= four << Bits * other;  // bits of a byte stay within it
+    }
+    std::memcpy(rows + word / kPer * 64 + 4 * output, &row, 4);
+  }
 }
 
 // From 16 bytes: inputs 0 to 15 are the low nibbles, 16 to 31 the high ones.
 inline void put_halves_of_bytes(uint8_t* rows, int output, const uint8_t* from) {
-  for (int i = 0; i < 16; ++i) {
-    put_bits<4>(rows, output, i, from[i] & 15);
-    put_bits<4>(rows, output, i + 16, from[i] >> 4);
-  }
+  put_codes<4>(rows, output, [&](int k) { return k < 16 ? from[k] & 15 : from[k - 16] >> 4; });
 }
 
 // Values of nibbles: IQ4_NL's and IQ4_XS's steps, and twice the floats of four bits that MXFP4 has.

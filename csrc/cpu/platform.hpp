@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <utility>
 
 #if defined(_MSC_VER) && !defined(__clang__)
@@ -26,17 +27,15 @@
 #include <malloc.h>
 #else
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #endif
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#if CPU_X86_64
+#if defined(__linux__) && CPU_X86_64
 #include <sys/syscall.h>
-#endif
 #endif
 
 namespace cpu {
@@ -122,12 +121,35 @@ inline void release(void* memory) {
 #endif
 }
 
-// Asks for large pages, where a system can be asked.
-inline void prefer_large_pages(void* memory, size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  madvise(memory, bytes, MADV_HUGEPAGE);
+constexpr size_t kLargePage = 2u << 20;
+
+// Zeroed, at a multiple of kLargePage, of which `bytes` is one, in large pages where the system gives them; null where there
+// is none left. Who writes to a page first takes it, on that thread and near its core.
+inline void* allocate_pages(size_t bytes) {
+#if defined(_WIN32)
+  void* memory = allocate(kLargePage, bytes);
+  if (memory) std::memset(memory, 0, bytes);
+  return memory;
 #else
-  (void)memory, (void)bytes;
+  void* whole = mmap(nullptr, bytes + kLargePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (whole == MAP_FAILED) return nullptr;
+  auto* start = static_cast<unsigned char*>(whole);
+  const size_t before = (kLargePage - reinterpret_cast<uintptr_t>(whole) % kLargePage) % kLargePage;
+  if (before) munmap(start, before);
+  munmap(start + before + bytes, kLargePage - before);
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  madvise(start + before, bytes, MADV_HUGEPAGE);
+#endif
+  return start + before;
+#endif
+}
+
+inline void release_pages(void* memory, size_t bytes) {
+#if defined(_WIN32)
+  (void)bytes;
+  release(memory);
+#else
+  munmap(memory, bytes);
 #endif
 }
 

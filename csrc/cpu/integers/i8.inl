@@ -8,7 +8,7 @@ struct i8 : Integers {
   static constexpr Put* put = nullptr;
   static void quantize(Kind from, const uint8_t* const* rows, int64_t inputs, uint8_t* panel, float* scales) {
     packing::quantize_panel(from, rows, inputs, scales, [&](int output, int64_t k, uint8_t value) {
-      packing::put_bits<8>(panel + k / kDepth * kLayout.bytes, output, static_cast<int>(k % kDepth), value);
+      panel[k / kDepth * kLayout.bytes + k % kDepth / 4 * 64 + 4 * output + k % 4] = value;
     });
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) { return bits_of<8>(block.at, i, o); }

@@ -14,7 +14,7 @@ struct q2_k : Integers {
     to[128 + output] = from[2 * sub];
     to[144 + output] = from[2 * sub + 1];
     const uint8_t* q = from + 16 + sub / 4 * 32;
-    for (int k = 0; k < kDepth; ++k) packing::put_bits<2>(to, output, k, q[k] >> 2 * (sub % 4) & 3);
+    packing::put_codes<2>(to, output, [&](int k) { return q[k] >> 2 * (sub % 4) & 3; });
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) { return bits_of<2>(block.at, i, o); }
   CPU_MEMBER static vf scale(const Block& block, int group, int o) {

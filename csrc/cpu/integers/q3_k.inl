@@ -17,10 +17,8 @@ struct q3_k : Integers {
     to[192 + output] = scale_at(from + 96, 2 * sub);
     to[208 + output] = scale_at(from + 96, 2 * sub + 1);
     const uint8_t* q = from + 32 + sub / 4 * 32;
-    for (int k = 0; k < kDepth; ++k) {
-      packing::put_bits<2>(to, output, k, q[k] >> 2 * (sub % 4) & 3);
-      packing::put_bits<1>(to + 128, output, k, from[k] >> sub & 1);
-    }
+    packing::put_codes<2>(to, output, [&](int k) { return q[k] >> 2 * (sub % 4) & 3; });
+    packing::put_codes<1>(to + 128, output, [&](int k) { return from[k] >> sub & 1; });
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) {
     return bits_of<2>(block.at, i, o) | bits_of<1>(block.at + 128, i, o) << 2;

@@ -12,7 +12,7 @@ struct q4_k : Integers {
     packing::put_half(head + 32, output, from + 2);
     packing::scales_of_six_bits(from + 4, sub, to + 256 + output, to + 272 + output);
     const uint8_t* q = from + 16 + sub / 2 * 32;
-    for (int k = 0; k < kDepth; ++k) packing::put_bits<4>(to, output, k, sub % 2 ? q[k] >> 4 : q[k] & 15);
+    packing::put_codes<4>(to, output, [&](int k) { return q[k] >> 4 * (sub % 2) & 15; });
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) { return bits_of<4>(block.at, i, o); }
   CPU_MEMBER static vf scale(const Block& block, int, int o) {

@@ -7,7 +7,7 @@ struct q5_0 : Integers {
   static void put(const uint8_t* row, int64_t block, int64_t, int output, uint8_t* to, uint8_t*) {
     const uint8_t* from = row + block * kFileBytes;
     packing::put_half(to + 320, output, from);
-    for (int k = 0; k < kDepth; ++k) packing::put_bits<1>(to + 256, output, k, from[2 + k / 8] >> k % 8 & 1);
+    packing::put_codes<1>(to + 256, output, [&](int k) { return from[2 + k / 8] >> k % 8 & 1; });
     packing::put_halves_of_bytes(to, output, from + 6);
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) {

@@ -9,7 +9,7 @@ struct q5_1 : Integers {
     const uint8_t* from = row + block * kFileBytes;
     packing::put_half(to + 320, output, from);
     packing::put_half(to + 352, output, from + 2);
-    for (int k = 0; k < kDepth; ++k) packing::put_bits<1>(to + 256, output, k, from[4 + k / 8] >> k % 8 & 1);
+    packing::put_codes<1>(to + 256, output, [&](int k) { return from[4 + k / 8] >> k % 8 & 1; });
     packing::put_halves_of_bytes(to, output, from + 8);
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) {

@@ -13,10 +13,8 @@ struct q5_k : Integers {
     packing::put_half(head + 32, output, from + 2);
     packing::scales_of_six_bits(from + 4, sub, to + 320 + output, to + 336 + output);
     const uint8_t *high = from + 16, *q = from + 48 + sub / 2 * 32;
-    for (int k = 0; k < kDepth; ++k) {
-      packing::put_bits<4>(to, output, k, sub % 2 ? q[k] >> 4 : q[k] & 15);
-      packing::put_bits<1>(to + 256, output, k, high[k] >> sub & 1);
-    }
+    packing::put_codes<4>(to, output, [&](int k) { return q[k] >> 4 * (sub % 2) & 15; });
+    packing::put_codes<1>(to + 256, output, [&](int k) { return high[k] >> sub & 1; });
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) {
     return bits_of<4>(block.at, i, o) | bits_of<1>(block.at + 256, i, o) << 4;

@@ -13,10 +13,8 @@ struct q6_k : Integers {
     // i + 32 (r % 2) and its two bits at 2 r of high byte i
     const int64_t half = sub / 4, r = sub % 4;
     const uint8_t *low = from + half * 64 + r % 2 * 32, *high = from + 128 + half * 32;
-    for (int k = 0; k < kDepth; ++k) {
-      packing::put_bits<4>(to, output, k, r / 2 ? low[k] >> 4 : low[k] & 15);
-      packing::put_bits<2>(to + 256, output, k, high[k] >> 2 * r & 3);
-    }
+    packing::put_codes<4>(to, output, [&](int k) { return low[k] >> 4 * (r / 2) & 15; });
+    packing::put_codes<2>(to + 256, output, [&](int k) { return high[k] >> 2 * r & 3; });
     to[384 + output] = from[192 + sub * 2];
     to[400 + output] = from[193 + sub * 2];
   }

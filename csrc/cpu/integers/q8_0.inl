@@ -7,7 +7,7 @@ struct q8_0 : Integers {
   static void put(const uint8_t* row, int64_t block, int64_t, int output, uint8_t* to, uint8_t*) {
     const uint8_t* from = row + block * kFileBytes;
     packing::put_half(to + 512, output, from);
-    for (int k = 0; k < kDepth; ++k) packing::put_bits<8>(to, output, k, from[2 + k]);
+    packing::put_codes<8>(to, output, [&](int k) { return from[2 + k]; });
   }
   CPU_MEMBER static vu word(const Block& block, int i, int o) { return bits_of<8>(block.at, i, o); }
   CPU_MEMBER static vf scale(const Block& block, int, int o) { return half_floats(block.at + 512 + 2 * o); }

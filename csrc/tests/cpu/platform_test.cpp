@@ -1,5 +1,7 @@
-// What cpu/platform.hpp reads from the CPU itself, against the compiler's own reading.
+// What cpu/platform.hpp reads from the CPU itself, against the compiler's own reading, and the memory that it takes.
 #include "cpu/platform.hpp"
+
+#include <algorithm>
 
 #include "tests/cpu/common.hpp"
 
@@ -18,6 +20,14 @@ void test_platform() {
     void* memory = cpu::allocate(alignment, 2 * alignment);
     check(memory && reinterpret_cast<uintptr_t>(memory) % alignment == 0, "aligned", static_cast<int64_t>(alignment));
     cpu::release(memory);
+  }
+  const size_t bytes = 3 * cpu::kLargePage;
+  for (int time = 0; time < 2; ++time) {
+    auto* pages = static_cast<uint8_t*>(cpu::allocate_pages(bytes));
+    check(pages && reinterpret_cast<uintptr_t>(pages) % cpu::kLargePage == 0, "aligned pages", time);
+    check(std::count(pages, pages + bytes, 0) == static_cast<int64_t>(bytes), "zeroed pages", time);
+    std::fill(pages, pages + bytes, uint8_t{0xA5});
+    cpu::release_pages(pages, bytes);
   }
 }
 

@@ -268,10 +268,9 @@ class _Cursor:
             raise self.error(message)
 
     def take(self, count: int) -> bytearray:
-        start = self.position
-        self._load(start + count)
-        self.position = start + count
-        return self._data[start : start + count]
+        self._load(self.position + count)
+        self.position += count
+        return self._data[self.position - count : self.position]
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -280,14 +279,15 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        data, position, texts = self._data, self.position, []
-        for _ in range(count):
-            start = position + _LENGTH.size
-            if start > len(data):
-                self._load(start)
-            position = start + _LENGTH.unpack_from(data, start - _LENGTH.size)[0]
-            if position > len(data):
-                self._load(position)
+        data, texts, size = self._data, [], _LENGTH.size
+        position, there, length_at = self.position, len(data), _LENGTH.unpack_from
+        for _ in range(count):  # of hundreds of thousands, with nothing asked twice
+            start = position + size
+            if start > there:
+                there = self._load(start)
+            position = start + length_at(data, position)[0]
+            if position > there:
+                there = self._load(position)
             texts.append(data[start:position])
         self.position = position
         try:
@@ -302,16 +302,16 @@ class _Cursor:
             f"claims {count} entries, more than the file of {self.source.size} bytes can hold",
         )
 
-    def _load(self, end: int) -> None:
+    def _load(self, end: int) -> int:
         self.require(
             end <= self.source.size,
             f"reaches to byte {end}, and the file has {self.source.size}: it is cut off or damaged",
         )
-        have = len(self._data)
-        if end > have:
+        if end > (have := len(self._data)):
             more = bytearray(min(self.source.size, max(end, 2 * have, 1 << 20)) - have)
             self.source.read_into(more, have)
             self._data += more
+        return len(self._data)
 
 
 def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any], int]:

@@ -152,9 +152,7 @@ class Tokens:
     @cached_property
     def kinds(self) -> list[TokenKind]:
         """The kind of each token, as the file says; control for ends and marks of files that its ids name."""
-        kinds = [
-            TokenKind(value) if value in _NUMBERS else TokenKind.NORMAL for value in self._stated
-        ]
+        kinds = [_KINDS.get(value, TokenKind.NORMAL) for value in self._stated]
         changed = {
             TokenKind.CONTROL: self._named_ends,
             TokenKind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
@@ -209,7 +207,7 @@ class Tokens:
         }
 
 
-_NUMBERS: frozenset[Any] = frozenset(TokenKind)
+_KINDS: dict[Any, TokenKind] = {kind.value: kind for kind in TokenKind}
 
 
 _SPECIAL_TOKENS = {
