@@ -195,11 +195,12 @@ class LoadOptions(Checked):
         if self.dtype not in (None, "auto") and not isinstance(self.dtype, torch.dtype):
             self.dtype = getattr(torch, self.dtype)
         self.dtype = self.dtype or "auto"
-        names = ("quantize", "pack", "graphs", "device") if self.tp_plan is not None else ()
-        others = {name: getattr(self, name) for name in names}
-        if names:
-            others |= {"backend": self.backend == "native", "numerics": self.numerics != "auto"}
-        alone = [name for name, value in others.items() if value]
+        others = {
+            **{name: getattr(self, name) for name in ("quantize", "pack", "graphs", "device")},
+            "backend": self.backend == "native",
+            "numerics": self.numerics != "auto",
+        }
+        alone = [name for name, value in others.items() if value and self.tp_plan is not None]
         require_input(
             f"tp_plan: got {', '.join(alone)} too, which are for a model in one process", not alone
         )

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 from functools import cache
 
+import pytest
+import torch
 from transformers import PreTrainedModel
 
 from specengine.errors import UnsupportedModelError
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeLM, NativeTarget, from_model
+
+# whether bfloat16 layers can be packed here, and the mark of tests that need it
+PACKS = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no bfloat16 on this machine")
 
 
 @cache

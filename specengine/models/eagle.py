@@ -507,9 +507,7 @@ class TorchHead(EagleRunner):
         super().__init__(head.config, target, head.dtype)
         self.module, self._target, self.dtype = head, target, head.dtype
         self.target_ids, self.weights = head.target_ids(), (head,)
-        self._packed: Packed | None = (
-            Packed(head) if (worth_packing(head) if pack is None else pack) else None
-        )
+        self._packed: Packed | None = Packed(head) if worth_packing(head, pack) else None
         self._runs: Any = head
         self.reads: tuple[Tensor, Tensor] = head.rope.tables(0, target.device)
         self._window = self.config.sliding_window or None

@@ -220,7 +220,7 @@ class CausalLM:
         self.seconds = 0.0  # spent in model forwards, ever
         self._watch = None if merge else Watch(model)
         twin = self._own_twin()
-        packs = worth_packing(model) if pack is None else pack
+        packs = worth_packing(model, pack)
         contents = [] if self._watch is None else self._watch.contents()
         self._twin = TwinModules(twin, Packed(twin) if packs else None, contents)
         self._runner: TwinModules | fused.Fused = self._twin

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine import ops
+from specengine.errors import require
 from specengine.models import free_memory
 from specengine.models.extension import is_plain
 from specengine.ops import QuantizedWeight
@@ -258,15 +259,21 @@ class Packed:
         self._twin = twin(self._original, lambda module: _packed(module, self._layers))
 
 
-def worth_packing(model: nn.Module) -> bool:
-    """Return whether packing speeds this model up here, and a second copy of the weights fits well into memory."""
+def worth_packing(model: nn.Module, pack: bool | None = None) -> bool:
+    """Return whether to pack: as `pack` says, by default where that is faster and a copy fits well into memory.
+
+    Raises InputError where it is asked for and oneDNN cannot multiply such weights on this processor.
+    """
     weights = [linear.weight for linear in packable(model)]
-    return (
-        bool(weights)
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * free_memory()
+    able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    require(
+        "pack",
+        pack,
+        "False or none: oneDNN has no bfloat16 on this processor",
+        able or not (pack and weights),
     )
+    fits = sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * free_memory()
+    return (able and bool(weights) and fits) if pack is None else pack
 
 
 def packable(model: nn.Module) -> list[nn.Linear]:

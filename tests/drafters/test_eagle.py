@@ -33,6 +33,7 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
+from tests.backend import needs_packing
 from tests.heads import LAYERS, LLAMA3, YARN, deep, fit
 from tests.toy import (
     CPU,
@@ -357,9 +358,8 @@ def test_a_draft_that_holds_less_than_the_target_decides_what_is_run_again(held:
     assert draft.worst < 1e-4
 
 
+@needs_packing
 def test_packed_targets_and_heads_draft_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bfloat16 on this machine")
     for version in (1, 3):
         config = head_config(version)  # type: ignore[arg-type]
         answers, drafted = [], []

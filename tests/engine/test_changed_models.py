@@ -20,6 +20,7 @@ from specengine.models.huggingface import CausalLM
 from specengine.models.native import NativeLM, weights
 from specengine.models.native.weights import Weight
 from specengine.models.twins import Packed
+from tests.backend import needs_packing
 from tests.toy import byte_tokenizer, hooked, near_copy, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -280,7 +281,13 @@ def raiser(error: type[BaseException]) -> Callable[..., Any]:
         ("qwen3_5_text", {"quantize": "int8"}, a_dropped_weight, UnsupportedModelError),
         ("llama", {}, an_interrupt, KeyboardInterrupt),
         ("llama", {"quantize": "int8"}, no_memory, MemoryError),
-        ("llama", {"backend": "huggingface", "pack": True}, no_memory_for_a_twin, MemoryError),
+        pytest.param(
+            "llama",
+            {"backend": "huggingface", "pack": True},
+            no_memory_for_a_twin,
+            MemoryError,
+            marks=needs_packing,
+        ),
     ],
 )
 def test_weights_that_failed_once_are_not_those_of_the_next_answer(

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.errors import SpecEngineError
 from specengine.models.huggingface import HuggingFaceTarget
+from tests.backend import PACKS
 from tests.fuzz import changes, forms
 from tests.fuzz.outcomes import ANSWERED, Finding, Outcome, first_line, refused
 from tests.fuzz.settings import SETTINGS
@@ -87,7 +88,7 @@ def _start(pick: random.Random) -> dict[str, Any]:
         "lookup": pick.choice((None, False))
         if draft in ("none", "ngram")
         else pick.choice((None, False, True)),
-        "pack": None if backend == "native" else pick.choice((None, None, False, True)),
+        "pack": None if backend == "native" else pick.choice((None, None, False, PACKS)),
         "strict": dtype == "bfloat16" and pick.random() < 0.2,
     }
     return {

@@ -83,6 +83,18 @@ def test_options_of_the_other_backend_choose_it(options: dict[str, Any], reason:
         loaded(tiny(), backend="native", **options)
 
 
+def test_weights_that_onednn_cannot_multiply_are_not_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = tiny().to(torch.bfloat16)
+    with pytest.raises(InputError, match="pack: got True, accepted False or none: oneDNN has no"):
+        loaded(model, pack=True)
+    assert not loaded(model, pack=False).target.lm.packed
+    assert not loaded(model, backend="huggingface").target.lm.packed
+    assert isinstance(loaded(tiny(), pack=True).target, HuggingFaceTarget)  # with nothing to pack
+
+
 def test_float16_runs_through_transformers(tmp_path: Path) -> None:
     path = saved(tmp_path, tiny())
     assert loaded(path, dtype="float16").target.dtype is torch.float16

@@ -10,11 +10,9 @@ from specengine.models import twins
 from specengine.models.huggingface import CausalLM
 from specengine.models.twins import Packed, PackedLinear
 from tests import toy
+from tests.backend import needs_packing
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="oneDNN has no bfloat16 on this machine",
-)
+pytestmark = needs_packing
 PROMPT = [1, 5, 9, 5, 9, 7, 5, 9]
 
 

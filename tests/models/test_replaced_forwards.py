@@ -20,6 +20,7 @@ from specengine.errors import UnsupportedModelError
 from specengine.models import twins
 from specengine.models.huggingface import CausalLM
 from specengine.models.refusals import mixing
+from tests.backend import PACKS, needs_packing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [5, 17, 33, 2, 90, 41]
@@ -137,11 +138,11 @@ def test_a_replaced_forward_is_the_models(
 ) -> None:
     target = model()
     untouched = answer(target)
-    engine = Engine.from_pretrained(target, pack=True) if when == "after" else None
+    engine = Engine.from_pretrained(target, pack=PACKS) if when == "after" else None
     for layer in PARTS[part](target):
         way(layer)
     if engine is None:
-        engine = Engine.from_pretrained(target, pack=True)
+        engine = Engine.from_pretrained(target, pack=PACKS)
     expected = answer(target)
     assert engine.generate(PROMPT, max_new_tokens=12).token_ids == expected
     assert (expected == untouched) is (
@@ -171,6 +172,7 @@ def test_a_parametrization_is_the_models() -> None:
     )
 
 
+@needs_packing
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_no_layer_is_packed_where_all_of_them_were_replaced(
     when: str, monkeypatch: pytest.MonkeyPatch
