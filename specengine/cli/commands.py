@@ -388,9 +388,6 @@ def add_trace(parser: Parser) -> None:
             "--pruned": switch("give every pruned node a line of its own, or a box"),
             "--html": file("write a page that steps through the cycles; its name ends in .html"),
             "--tree": file("draw that cycle's tree; its name ends in .svg, .png or .pdf"),
-            "--pictures": file(
-                "draw acceptance by depth and rank, its length, and drafting effort", "DIR"
-            ),
         },
     )
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from specengine.cli.terminal import DRAFTED, FAINT, RESET, say, why_no_colours
+from specengine.cli.terminal import DRAFTED, FAINT, RESET, why_no_colours
 from specengine.errors import require, require_suffix
 from specengine.files import write_whole, writing
 from specengine.trace import Trace, TracedCycle, read_trace
@@ -19,18 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
         with writing(arguments.html, "html"):
             write_whole(arguments.html, page(traces))
         print(arguments.html)
-    if arguments.pictures:
-        from specengine.trace.pictures import draw
-
-        if (
-            len({tuple(tuple(query.prompt_tokens) for query in trace.queries) for trace in traces})
-            > 1
-        ):
-            say(
-                "specengine: note: these traces are of different prompts; the pictures compare those as well"
-            )
-        for file in draw(traces, arguments.pictures):
-            print(file)
     if arguments.tree:
         from specengine.trace.pictures import draw_tree
 
@@ -39,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_for_cycle = (
         arguments.query is not None or arguments.cycle is not None
     ) and not arguments.tree
-    if is_for_cycle or not (arguments.html or arguments.pictures or arguments.tree):
+    if is_for_cycle or not (arguments.html or arguments.tree):
         _show(traces, arguments, with_summary=not is_for_cycle)
     return 0
 

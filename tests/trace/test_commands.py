@@ -96,7 +96,7 @@ def test_an_output_without_those_letters_gets_others(written: Trace, monkeypatch
         (["--cycle", "0"], "cycle: got 0, accepted 1 to"),
         (["--cycle", "-1"], "cycle: got -1, accepted 1 to"),
         (["--html", "/proc/nowhere/page.html"], "html: /proc/nowhere/page.html cannot be written"),
-        (["--pictures", "/proc/nowhere"], "pictures: /proc/nowhere"),
+        (["--tree", "/proc/nowhere/tree.svg"], "tree: /proc/nowhere"),
     ],
 )
 def test_options_out_of_range(

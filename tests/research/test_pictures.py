@@ -1,4 +1,4 @@
-"""The pictures of traces."""
+"""The plots of traces."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from specengine.cli import main
+from research.pictures import main
+from specengine.cli import main as specengine
 from specengine.trace import Trace
 from tests.toy import policy_for
+from tests.trace.conftest import written as written
 from tests.trace.runs import TREE, rewritten, toy_engine, write
 
 
 def test_acceptance_is_counted_by_depth_and_rank(written: Trace) -> None:
     pytest.importorskip("matplotlib")
-    from specengine.trace.pictures import acceptance_counts
+    from research.pictures import acceptance_counts
 
     accepted, verified = acceptance_counts(written.queries)
     cycles = [cycle for query in written.queries for cycle in query.cycles]
@@ -33,7 +35,7 @@ def test_pictures_of_several_policies(written: Trace, tmp_path: Path, capsys: An
     other, _ = write(tmp_path / "other.jsonl", toy_engine(policy_for("chain")))
     plain, _ = write(tmp_path / "plain.jsonl", toy_engine(None))
     files = [str(trace.file) for trace in (written, other, plain)]
-    assert main(["trace", *files, "--pictures", str(tmp_path / "pictures")]) == 0
+    assert main([*files, "--out", str(tmp_path / "pictures")]) == 0
     drawn = capsys.readouterr().out.split()
     assert [Path(file).name for file in drawn] == [
         "acceptance-by-depth-and-rank.svg", "acceptance-length.svg", "draft-passes-against-length.svg",
@@ -47,24 +49,24 @@ def test_pictures_of_several_policies(written: Trace, tmp_path: Path, capsys: An
 def test_pictures_of_a_run_without_a_draft(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plain, _ = write(tmp_path / "plain.jsonl", toy_engine(None))
-    assert main(["trace", str(plain.file), "--pictures", str(tmp_path)]) == 0
+    assert main([str(plain.file), "--out", str(tmp_path)]) == 0
 
 
 def test_pictures_say_what_they_need(
     written: Trace, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["trace", str(written.file), "--pictures", str(tmp_path)]) == 2
+    assert main([str(written.file), "--out", str(tmp_path)]) == 2
     assert "pictures: needs matplotlib" in capsys.readouterr().err
 
 
 def test_pictures_need_a_cycle(written: Trace, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     file = rewritten(written, lambda lines: lines.__delitem__(slice(2, None)))
-    assert main(["trace", str(file), "--pictures", str(tmp_path)]) == 2
+    assert main([str(file), "--out", str(tmp_path)]) == 2
     assert "these traces have no cycles" in capsys.readouterr().err
-    assert main(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 0
-    assert main(["trace", str(file)]) == 0
+    assert specengine(["trace", str(file), "--html", str(tmp_path / "page.html")]) == 0
+    assert specengine(["trace", str(file)]) == 0
 
 
 def test_pictures_of_different_prompts_say_so(written: Trace, tmp_path: Path, capsys: Any) -> None:
@@ -76,12 +78,5 @@ def test_pictures_of_different_prompts_say_so(written: Trace, tmp_path: Path, ca
     )
     other, _ = write(tmp_path / "other.jsonl", toy_engine(None), [4])
     for second, noted in ((same, False), (other, True)):
-        given = [
-            "trace",
-            str(written.file),
-            str(second.file),
-            "--pictures",
-            str(tmp_path / "pictures"),
-        ]
-        assert main(given) == 0
+        assert main([str(written.file), str(second.file), "--out", str(tmp_path / "plots")]) == 0
         assert ("note: these traces are of different prompts" in capsys.readouterr().err) is noted
