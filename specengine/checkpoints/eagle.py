@@ -79,7 +79,7 @@ class HeadReading:
 
     layout    family of the layout, whose tensor names it has
     producer  the layout, whose meaning the fields have
-    kind      of head: EAGLE-1, EAGLE-3 or DFlash
+    kind      of head: EAGLE-1, EAGLE-3, DFlash, DFlash2 or DSpark
     notes     fields that were not stated and how they were taken, tensors that were left out; for people
     """
 
