@@ -28,24 +28,21 @@ class Dflash(EagleDraft):
     # By depth from the root's children on: log-probabilities, or logits of _columns to be corrected by the token
     # before; the last row proposes nothing.
     _rows: Tensor
-    _hidden: Tensor | None = (
-        None  # by depth, [depths, hidden size], where a token corrects the next logits
-    )
+    _hidden: Tensor | None = None  # states that corrections read, by depth, [depths, hidden size]
     _columns: Tensor | None = None  # tokens that any position proposes, ascending; None: all
     _scales: Tensor  # of corrections, by depth, [depths, 1]
 
     def root(self, tree: TokenTree) -> Step:
-        step, config = super().root(tree), cast(DflashHead, self.head).config
-        rows, states = (
-            step.logits.float(),
-            step.hidden,
-        )  # none where a prompt of one token has run nothing
+        step = super().root(tree)
+        config = cast(DflashHead, self.head).config
+        rows = step.logits.float()
         self._scales = torch.ones_like(rows[:, :1])
         if self._factors is not None and not step.normalized:  # the first is in all logits
             depths = torch.arange(len(rows), device=rows.device, dtype=torch.int64)
             self._scales = self._factors[depths.clamp(max=len(self._factors) - 1)][:, None]
             rows = rows * (self._scales / self._factors[0])
-        self._hidden = states if config.rank else None
+        # none where a prompt of one token has run nothing
+        self._hidden = step.hidden if config.rank else None
         self._columns = None
         if self._hidden is not None and config.candidates:
             best = rows.topk(min(config.candidates, rows.shape[1]))
@@ -55,7 +52,7 @@ class Dflash(EagleDraft):
         elif self._hidden is None and not step.normalized:
             rows = rows.log_softmax(-1)
         self._rows = pad(rows, (0, 0, 0, 1), value=-torch.inf)
-        hidden = None if states is None else states[:1]
+        hidden = None if step.hidden is None else step.hidden[:1]
         if self._hidden is not None:
             return replace(self.step(tree, tree.root_alone()), hidden=hidden)
         further = rows[1:] if len(rows) > 1 else None
@@ -66,7 +63,8 @@ class Dflash(EagleDraft):
         rows = self._rows.index_select(0, depths)
         if self._hidden is None:
             return Step(rows, normalized=True)
-        began, places = time.perf_counter(), depths.clamp(max=len(self._hidden) - 1)
+        began = time.perf_counter()
+        places = depths.clamp(max=len(self._hidden) - 1)
         added = cast(DflashHead, self.head).corrections(
             tree.tokens.index_select(0, frontier.ids), self._hidden[places], self._columns
         )

@@ -119,8 +119,7 @@ class BlockConvolution(nn.Module):
 
     def forward(self, rows: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
         """Return rows, [..., rows, hidden size], of `inner` between both convolutions."""
-        sides, taps = self.base_kernel.shape[:2]
-        added = self.kernel_projection(rows).unflatten(-1, (sides, taps, -1))
+        added = self.kernel_projection(rows).unflatten(-1, (*self.base_kernel.shape[:2], -1))
         kernels = self.base_kernel + added.repeat_interleave(self.group_size, -1)
         before, after = kernels.unbind(-3)
         return _convolved(inner(_convolved(rows, before)), after)
@@ -146,8 +145,7 @@ class ConvolvedLayer(DecoderLayer):
     ) -> Tensor:
         attention = partial(self.self_attn, rotation=rotation, attend=attend)
         out = residual + self.attention_conv(inputs, attention)
-        mixed = self.mlp_conv(self.post_attention_layernorm(out), self.mlp)
-        return cast(Tensor, out + mixed)
+        return cast(Tensor, out + self.mlp_conv(self.post_attention_layernorm(out), self.mlp))
 
 
 class DflashNet(EagleHead):
@@ -217,9 +215,8 @@ class DflashHead(TorchHead):
 
     def corrections(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
         """Return what to add to logits, [rows, columns], as of MarkovHead and CandidateSelector."""
-        runs, selects = self._runs, self.config.candidates
-        module = runs.candidate_selector if selects else runs.markov_head
-        return cast(Tensor, module(tokens, states, columns))
+        name = "candidate_selector" if self.config.candidates else "markov_head"
+        return cast(Tensor, getattr(self._runs, name)(tokens, states, columns))
 
     def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
         """Return the states of a block, [rows, hidden size]; first: its first slot, and position."""

@@ -366,7 +366,7 @@ def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
     projector = block.get("projector_type") if isinstance(block, dict) else None
     kind = f"speculators {raw.get('speculators_model_type')}"
     words = f"{raw.get('architectures')} {projector} {kind}".lower()
-    return next((found for word, found in UNREAD.items() if word in words), None)
+    return next((reason for word, reason in UNREAD.items() if word in words), None)
 
 
 def layout_of(raw: Mapping[str, Any]) -> type[Layout]:

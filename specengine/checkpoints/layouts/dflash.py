@@ -44,6 +44,10 @@ USUAL = None, False, "dflash", "dspark", "gqa"  # values of other fields that ch
 DEEPSPEC = "Qwen3DSparkModel"
 ANCHORS = "sample_from_anchor", "dspark_bonus_anchor", "shift_label"
 MARKOV = "vanilla", "gated"
+UNUSED = {"confidence_head.": "policies read log-probabilities"}
+COPIES = dict.fromkeys(
+    ("embed_tokens.weight", "lm_head.weight"), "DeepSpec trains with the target's and keeps them"
+)
 
 
 class DflashLayout(Layout):
@@ -111,8 +115,8 @@ class DflashLayout(Layout):
         """Read what DSpark and DFlash2 have besides; nothing of a DFlash head."""
         if "conv_kernel_size" in block or "selector_rank" in block:
             group = block.size("conv_group_size")
-            accepted = f"a divisor of hidden_size {hidden_size}"
-            require_field("conv_group_size", group, accepted, hidden_size % group == 0)
+            fits = hidden_size % group == 0
+            require_field("conv_group_size", group, f"a divisor of {hidden_size}", fits)
             return {
                 "rank": block.size("selector_rank"),
                 "candidates": block.size("selector_top_k"),
@@ -140,15 +144,15 @@ class DflashLayout(Layout):
         }
 
     def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        reasons = {"confidence_head.": "policies read log-probabilities"}
-        if DEEPSPEC in str(self.fields.raw.get("architectures")):
-            frozen = "DeepSpec trains with the target's, and leaves them as they are"
-            reasons |= {"embed_tokens.weight": frozen, "lm_head.weight": frozen}
-        for prefix, reason in reasons.items():
-            names = sorted(name for name in state if name.startswith(prefix))
-            self.notes += [f"{name} is left out: {reason}" for name in names]
-            state = {name: tensor for name, tensor in state.items() if name not in names}
-        return state
+        copies = COPIES if DEEPSPEC in str(self.fields.raw.get("architectures")) else {}
+        unused = {
+            name: reason
+            for name in sorted(state)
+            for prefix, reason in (UNUSED | copies).items()
+            if name.startswith(prefix)
+        }
+        self.notes += [f"{name} is left out: {reason}" for name, reason in unused.items()]
+        return {name: tensor for name, tensor in state.items() if name not in unused}
 
     @classmethod
     def written(cls, config: DflashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:  # type: ignore[override]
