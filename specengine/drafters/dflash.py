@@ -55,8 +55,12 @@ class Dflash(EagleDraft):
         hidden = None if step.hidden is None else step.hidden[:1]
         if self._hidden is not None:
             return replace(self.step(tree, tree.root_alone()), hidden=hidden)
-        further = rows[1:] if len(rows) > 1 else None
-        return Step(rows[:1], normalized=True, hidden=hidden, further=further)
+        return Step(
+            rows[:1],
+            normalized=True,
+            hidden=hidden,
+            further=rows[1:] if len(rows) > 1 else None,
+        )
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         depths = tree.depths.index_select(0, frontier.ids).clamp(max=len(self._rows) - 1)

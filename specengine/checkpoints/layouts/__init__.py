@@ -364,8 +364,8 @@ def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return family and reason where a config is of a head that drafts blocks and is not read."""
     block = raw.get("dflash_config")
     projector = block.get("projector_type") if isinstance(block, dict) else None
-    kind = f"speculators {raw.get('speculators_model_type')}"
-    words = f"{raw.get('architectures')} {projector} {kind}".lower()
+    producer = f"speculators {raw.get('speculators_model_type')}"
+    words = f"{raw.get('architectures')} {projector} {producer}".lower()
     return next((reason for word, reason in UNREAD.items() if word in words), None)
 
 

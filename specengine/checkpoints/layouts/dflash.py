@@ -115,8 +115,12 @@ class DflashLayout(Layout):
         """Read what DSpark and DFlash2 have besides; nothing of a DFlash head."""
         if "conv_kernel_size" in block or "selector_rank" in block:
             group = block.size("conv_group_size")
-            fits = hidden_size % group == 0
-            require_field("conv_group_size", group, f"a divisor of {hidden_size}", fits)
+            require_field(
+                "conv_group_size",
+                group,
+                f"a divisor of hidden_size {hidden_size}",
+                hidden_size % group == 0,
+            )
             return {
                 "rank": block.size("selector_rank"),
                 "candidates": block.size("selector_top_k"),
@@ -133,12 +137,10 @@ class DflashLayout(Layout):
                 "dspark_bonus_anchor", default=not block.flag("shift_label", default=True)
             ),
         )
-        if block.raw["markov_rank"] == 0:
-            return {"anchored": anchored}
         kind = block.text("markov_head_type", "vanilla")
         require_field("markov_head_type", kind, ", ".join(MARKOV), kind in MARKOV)
         return {
-            "rank": block.size("markov_rank"),
+            "rank": block.raw["markov_rank"] and block.size("markov_rank"),  # 0: DeepSpec's DFlash
             "gated": kind == "gated",
             "anchored": anchored,
         }
