@@ -525,7 +525,7 @@ def test_published_configs_are_read(
         (changed(dflash_config={"use_swa": True}), "dflash_config: unknown 'use_swa', known are "),
         (
             changed(dflash_config={"selector_rank": 4, "conv_kernel_size": 2}),
-            "'conv_kernel_size', ",
+            "conv_group_size: got None, accepted a whole number",
         ),
         (changed(layer_types=[FULL]), "layer_types: got"),
         (changed(layer_types=[NEAR, FULL, "linear_attention"]), "layer_types: got"),
