@@ -441,6 +441,19 @@ def test_a_folder_drafts_on_both_forwards_for_several_texts(tmp_path: Path, raw:
 
 
 @pytest.mark.parametrize("changes", [SPARK, SECOND], ids=["DSpark", "DFlash2"])
+def test_answers_under_a_grammar_equal_plain_decoding(changes: dict[str, Any]) -> None:
+    target, options = HuggingFaceTarget(deep()), {"grammar": 'start: /[a-f]+/ " is it"', "seed": 2}
+    draft, tokenizer = draft_for(target, block_config(**changes)), byte_tokenizer()
+    plain = Engine(HuggingFaceTarget(deep()), None, None, tokenizer)
+    for temperature in (0.0, 0.9):
+        expected = plain.generate(PROMPT, max_new_tokens=16, temperature=temperature, **options)
+        for policy in ("ddtree", "auto"):
+            engine = Engine(target, draft, policy_for(policy), tokenizer)
+            answer = engine.generate(PROMPT, max_new_tokens=16, temperature=temperature, **options)
+            assert answer.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("changes", [SPARK, SECOND], ids=["DSpark", "DFlash2"])
 def test_a_target_with_appended_tokens_is_drafted_for(tmp_path: Path, changes: Any) -> None:
     raw = FLAT if changes is SPARK else CONVOLVED
     folder = written(tmp_path / "head", raw, block_config(**changes))
