@@ -113,7 +113,8 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
-        self.group_size, groups = config.group_size, config.hidden_size // config.group_size
+        self.group_size = config.group_size
+        groups = config.hidden_size // config.group_size
         self.base_kernel = nn.Parameter(torch.empty(2, config.taps, config.hidden_size))
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.taps * groups, bias=False)
 
@@ -138,7 +139,8 @@ class ConvolvedLayer(DecoderLayer):
 
     def __init__(self, config: DflashConfig, width: int) -> None:
         super().__init__(config, width)
-        self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+        self.attention_conv = BlockConvolution(config)
+        self.mlp_conv = BlockConvolution(config)
 
     def forward(
         self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend
