@@ -15,6 +15,10 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 
+# Tokens of a position that are corrected, its likeliest ones, as by dspark_draft_topk of vLLM: each level of a tree
+# would else read DSpark's table of the whole vocabulary.
+MAX_CORRECTED = 1024
+
 
 class Dflash(EagleDraft):
     """A DFlash head: one pass gives the distribution of each position of a block, whatever stands at the others.
@@ -44,8 +48,9 @@ class Dflash(EagleDraft):
         # none where a prompt of one token has run nothing
         self._hidden = step.hidden if config.rank else None
         self._columns = None
-        if self._hidden is not None and config.candidates:
-            best = rows.topk(min(config.candidates, rows.shape[1]))
+        most = min(config.candidates or MAX_CORRECTED, rows.shape[1])
+        if self._hidden is not None and (config.candidates or most < rows.shape[1]):
+            best = rows.topk(most)
             rows = torch.full_like(rows, -torch.inf).scatter_(1, best.indices, best.values)
             self._columns = best.indices.unique()
             rows = rows.index_select(1, self._columns)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from specengine import ops
 from specengine.models.eagle import (
@@ -79,14 +79,16 @@ class MarkovHead(nn.Module):
             self.gate_proj = nn.Linear(config.hidden_size + config.rank, config.rank)
 
     def forward(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
-        """Return what to add to logits, [rows, vocabulary].
+        """Return what to add to logits, [rows, columns].
 
-        tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; columns: None, all.
+        tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; columns: int64, or
+        None for the whole vocabulary.
         """
         latent = self.markov_w1(tokens)
         if self.gated:
             latent = latent * self.gate_proj(torch.cat([states, latent], -1)).sigmoid()
-        return cast(Tensor, self.markov_w2(latent))
+        weight = self.markov_w2.weight
+        return linear(latent, weight if columns is None else weight[columns])
 
 
 class CandidateSelector(nn.Module):
@@ -218,7 +220,7 @@ class DflashHead(TorchHead):
     def corrections(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
         """Return what to add to logits, [rows, columns], as of MarkovHead and CandidateSelector."""
         name = "candidate_selector" if self.config.candidates else "markov_head"
-        return cast(Tensor, getattr(self._runs, name)(tokens, states, columns))
+        return cast(Tensor, getattr(self.module, name)(tokens, states, columns))
 
     def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
         """Return the states of a block, [rows, hidden size]; first: its first slot, and position."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specengine.checkpoints.eagle import Checkpoint, HeadReading, is_head, load_head, save_head
+from specengine.drafters import dflash
 from specengine.drafters.dflash import Dflash
 from specengine.engine import Engine, Pool
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
@@ -99,9 +100,10 @@ class Checking(Dflash):
         if depth >= config.depths:
             return torch.full((VOCABULARY,), -math.inf)
         added = logits[depth] + reference(self.weights_of(), config, states[depth], token)
-        if config.candidates:
+        most = config.candidates or dflash.MAX_CORRECTED
+        if config.rank and most < VOCABULARY:
             outside = torch.ones(VOCABULARY, dtype=torch.bool)
-            outside[logits[depth].topk(config.candidates).indices] = False
+            outside[logits[depth].topk(most).indices] = False
             added = added.masked_fill(outside, -math.inf)
         return added.log_softmax(-1)
 
@@ -139,6 +141,25 @@ def test_the_row_of_each_node_is_what_the_sources_compute(variant: str) -> None:
         Engine(target, draft, policy_for(policy)).generate(PROMPT, max_new_tokens=6)
     assert draft.checked > 20 or variant in ("one tap, one candidate", "two rows")
     assert draft.worst < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["DSpark", "gated"])
+def test_of_large_vocabularies_the_likeliest_tokens_are_corrected(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dflash, "MAX_CORRECTED", 40)
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, block_config(**VARIANTS[variant]), Checking)
+    for options in ({}, {"temperature": 0.8, "seed": 1}):
+        answer = Engine(target, draft, policy_for("ddtree")).generate(
+            PROMPT, max_new_tokens=6, **options
+        )
+        plain = Engine(HuggingFaceTarget(deep()), None, None)
+        assert answer.token_ids == plain.generate(PROMPT, max_new_tokens=6, **options).token_ids
+    assert draft.checked > 20
+    assert draft.worst < 1e-4
+    assert draft._columns is not None
+    assert 40 <= len(draft._columns) < VOCABULARY
 
 
 @pytest.mark.parametrize("variant", NATIVE)
