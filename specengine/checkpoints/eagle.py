@@ -79,7 +79,7 @@ class HeadReading:
 
     layout    family of the layout, whose tensor names it has
     producer  the layout, whose meaning the fields have
-    kind      of head: EAGLE-1, EAGLE-3 or DFlash
+    kind      of head: EAGLE-1, EAGLE-3, DFlash, DFlash2 or DSpark
     notes     fields that were not stated and how they were taken, tensors that were left out; for people
     """
 
@@ -514,9 +514,9 @@ def one_step_agreement(
     by_name = conventions(head.config, target.layers)
     target.prepare_features(tuple({i for ids in by_name.values() for i in ids}))
     hits = [_hits(head, target, text, list(by_name.values())) for text in texts]
-    pooled = torch.cat(hits, dim=1)
     return [
-        Convention(name, ids, row) for (name, ids), row in zip(by_name.items(), pooled, strict=True)
+        Convention(name, ids, row)
+        for (name, ids), row in zip(by_name.items(), torch.cat(hits, dim=1), strict=True)
     ]
 
 

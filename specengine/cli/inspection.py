@@ -199,7 +199,7 @@ def _draft(arguments: argparse.Namespace, engine: Engine) -> dict[str, Any]:
             f"specengine: warning: {error}; its agreement with {arguments.model or 'the default model'} is not measured"
         )
         return described
-    if config.kind == "DFlash":  # whose blocks no convention of EAGLE is measured by
+    if not config.kind.startswith("EAGLE"):  # whose blocks no convention of EAGLE is measured by
         return described
     measured = one_step_agreement(
         head_from(config, state, target.dtype, target.device), target.lm, _texts(engine)

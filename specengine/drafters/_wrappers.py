@@ -181,6 +181,7 @@ class Guided(Wrapped):
             step.normalized,
             step.hidden,
             marks,
+            conditioned=step.conditioned,
         )
 
     def _path(self, tree: TokenTree, node: int) -> list[int]:

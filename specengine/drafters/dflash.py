@@ -1,5 +1,9 @@
 """Drafting by a DFlash head, which predicts a block of positions in one pass."""
 
+import time
+from dataclasses import replace
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -11,37 +15,69 @@ from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 
+# Tokens of a position that are corrected, its likeliest ones, as by dspark_draft_topk of vLLM: each level of a tree
+# would else read DSpark's table of the whole vocabulary.
+MAX_CORRECTED = 1024
+
 
 class Dflash(EagleDraft):
     """A DFlash head: one pass gives the distribution of each position of a block, whatever stands at the others.
 
     So nodes of one depth have the same distribution, and only the first step of a tree runs the head. `ddtree` and
-    `caddtree` take all positions of that step, other policies one position per step.
+    `caddtree` take all positions of that step, other policies one position per step. Of a head whose positions are
+    corrected by the token before them, DSpark's and DFlash2's, each step gives each node the distribution after it.
     """
 
     runner, native = DflashHead, NativeDflashHead
-    _rows: Tensor  # log-probabilities by depth from the root's children on; the last row proposes nothing
+    # By depth from the root's children on: log-probabilities, or logits of _columns to be corrected by the token
+    # before; the last row proposes nothing.
+    _rows: Tensor
+    _hidden: Tensor | None = None  # states that corrections read, by depth, [depths, hidden size]
+    _columns: Tensor | None = None  # tokens that any position proposes, ascending; None: all
+    _scales: Tensor  # of corrections, by depth, [depths, 1]
 
     def root(self, tree: TokenTree) -> Step:
         step = super().root(tree)
+        config = cast(DflashHead, self.head).config
         rows = step.logits.float()
+        self._scales = torch.ones_like(rows[:, :1])
         if self._factors is not None and not step.normalized:  # the first is in all logits
             depths = torch.arange(len(rows), device=rows.device, dtype=torch.int64)
-            rows = (
-                rows
-                * (self._factors[depths.clamp(max=len(self._factors) - 1)] / self._factors[0])[
-                    :, None
-                ]
-            )
-        rows = rows if step.normalized else rows.log_softmax(-1)
+            self._scales = self._factors[depths.clamp(max=len(self._factors) - 1)][:, None]
+            rows = rows * (self._scales / self._factors[0])
+        # none where a prompt of one token has run nothing
+        self._hidden = step.hidden if config.rank else None
+        self._columns = None
+        most = min(config.candidates or MAX_CORRECTED, rows.shape[1])
+        if self._hidden is not None and (config.candidates or most < rows.shape[1]):
+            best = rows.topk(most)
+            rows = torch.full_like(rows, -torch.inf).scatter_(1, best.indices, best.values)
+            self._columns = best.indices.unique()
+            rows = rows.index_select(1, self._columns)
+        elif self._hidden is None and not step.normalized:
+            rows = rows.log_softmax(-1)
         self._rows = pad(rows, (0, 0, 0, 1), value=-torch.inf)
+        hidden = None if step.hidden is None else step.hidden[:1]
+        if self._hidden is not None:
+            return replace(self.step(tree, tree.root_alone()), hidden=hidden)
         return Step(
             rows[:1],
             normalized=True,
-            hidden=step.hidden,
+            hidden=hidden,
             further=rows[1:] if len(rows) > 1 else None,
         )
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         depths = tree.depths.index_select(0, frontier.ids).clamp(max=len(self._rows) - 1)
-        return Step(self._rows.index_select(0, depths), normalized=True)
+        rows = self._rows.index_select(0, depths)
+        if self._hidden is None:
+            return Step(rows, normalized=True)
+        began = time.perf_counter()
+        places = depths.clamp(max=len(self._hidden) - 1)
+        added = cast(DflashHead, self.head).corrections(
+            tree.tokens.index_select(0, frontier.ids), self._hidden[places], self._columns
+        )
+        rows = (rows + added.float() * self._scales[places]).log_softmax(-1)
+        rows.masked_fill_((depths > places)[:, None], -torch.inf)  # not a number there
+        self.model_seconds += time.perf_counter() - began
+        return Step(rows, self._columns, normalized=True, conditioned=True)

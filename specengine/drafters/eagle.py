@@ -19,6 +19,7 @@ from specengine.errors import (
     require_supported,
 )
 from specengine.models import common_prefix
+from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
     DraftHead,
     EagleHead,
@@ -112,9 +113,9 @@ class EagleDraft(RowDraft):
 
         def make(target: Any, _: Any) -> EagleDraft:
             base = heads.load_head(folder, **read)
-            kind = cast(Any, find("dflash")) if base.config.kind == "DFlash" else cls
+            kind = cast(Any, find("dflash")) if isinstance(base.config, DflashConfig) else cls
             require_supported(
-                "draft: a DFlash head is run without graphs; add graphs=False",
+                f"draft: a {base.config.kind} head is run without graphs; add graphs=False",
                 kind is cls or not target.captured,
             )
             draft: EagleDraft = kind.of(base, target.lm, name, pack=options.pack)
@@ -264,7 +265,7 @@ class EagleDraft(RowDraft):
         else:
             logits, states = shared.logits, shared.out[-len(shared.logits) :]
             self.model_seconds += shared.seconds
-        self._states.index_copy_(0, pass_rows.targets, states)
+        self._states.index_copy_(0, pass_rows.targets, states[: len(pass_rows.targets)])
         if pass_rows.factors is not None:
             logits = (
                 logits.mul_(pass_rows.factors)

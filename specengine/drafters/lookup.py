@@ -117,6 +117,7 @@ class Lookup(Wrapped):
         vars(mixed).update(
             normalized=step.normalized,
             hidden=step.hidden,
+            conditioned=step.conditioned,
             unmixed=drafted,
             _of=(tree.arrays, frontier),
         )

@@ -35,6 +35,12 @@ ROPE_TYPES = "default", "linear", "llama3", "yarn"
 DEFAULT_THETA = 10000.0
 # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
 MAX_APPENDED = 1024
+SUCCESSORS = {  # tables by token with which blocks correct logits
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+}
 
 
 @dataclass(frozen=True)
@@ -625,6 +631,8 @@ def with_appended_tokens(
             torch.arange(old_size, size, dtype=torch.int64, device=target.device)
         ).to(table)
         added["embed_tokens.weight"] = torch.cat([table, rows])
+    for name in SUCCESSORS & added.keys():  # which neither correct nor are corrected
+        added[name] = pad(added[name], (0, 0, 0, size - old_size))
     if config.version == 1 or not config.own_head:
         return replace(config, vocab_size=size, draft_vocab_size=size), added
     if config.draft_vocab_size == old_size:

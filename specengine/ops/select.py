@@ -293,6 +293,7 @@ class Step:
                 alone in rows where a grammar forces one; None where there is nothing of the kind
     further     [positions, draft vocabulary], as `logits`: of the positions after those of the frontier's only node,
                 where the draft gives several at once; None elsewhere, as where copies are mixed in or a grammar forces
+    conditioned whether the draft has run all positions ahead, and only reads a node's token for the next one's row
     """
 
     logits: Tensor
@@ -301,6 +302,7 @@ class Step:
     hidden: Tensor | None = None
     marks: Tensor | None = None
     further: Tensor | None = None
+    conditioned: bool = False
     # what an op may read instead, where copies are not mixed in yet
     unmixed: ClassVar[Drafted | None] = None
 

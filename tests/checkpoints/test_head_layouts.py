@@ -22,14 +22,13 @@ from tests.toy import head_config, random_state
 @pytest.mark.parametrize(
     ("family", "raw"),
     [
-        ("DFlash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}),
         ("Domino", {"dflash_config": {"projector_type": "domino"}}),
         ("DSpark", {"speculators_model_type": "dspark", "transformer_layer_config": {}}),
-        ("DSpark", {"architectures": ["Qwen3DSparkModel"], "dflash_config": {}}),
         (
             "DSpark",
-            {"architectures": ["LlamaForCausalLM"], "dflash_config": {"projector_type": "dspark"}},
+            {"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"},
         ),
+        ("DSpark", {"architectures": ["Gemma4DSparkModel"], "dflash_config": {}}),
     ],
 )
 def test_heads_of_other_families_that_draft_blocks_are_refused_by_name(
@@ -63,6 +62,9 @@ def test_each_file_is_a_layout() -> None:
         ({"speculators_model_type": "eagle3", **THIRD}, Speculators, True),
         ({"architectures": ["DFlashDraftModel"], "block_size": 16}, DflashLayout, True),
         ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9]}}, DflashLayout, True),
+        ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, DflashLayout, True),
+        ({"architectures": ["DSparkDraftModel"], "dflash_config": {}}, DflashLayout, True),
+        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, DflashLayout, True),
         # which has a vocabulary of its own, and is not read
         ({"speculators_model_type": "dflash"}, Speculators, True),
     ],

@@ -84,11 +84,44 @@ def turned(heads: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([first * turn[0] - second * turn[1], second * turn[0] + first * turn[1]], -1)
 
 
-@torch.inference_mode()
+def convolved(
+    rows: Tensor,
+    source: Tensor,
+    layer: dict[str, Tensor],
+    name: str,
+    side: int,
+    config: DflashConfig,
+) -> Tensor:
+    """DFlash2's convolution before (side 0) or after a part of a layer, channel by channel; the rows without one."""
+    if not config.taps:
+        return rows
+    base = layer[f"{name}_conv.base_kernel"][side]
+    groups = config.hidden_size // config.group_size
+    dynamic = (source @ layer[f"{name}_conv.kernel_projection.weight"].T).view(
+        len(rows), 2, config.taps, groups
+    )
+    out = torch.zeros_like(rows)
+    for row in range(len(rows)):
+        for tap in range(min(config.taps, row + 1)):
+            for channel in range(config.hidden_size):
+                kernel = base[tap, channel] + dynamic[row, side, tap, channel // config.group_size]
+                out[row, channel] += kernel * rows[row - tap, channel]
+    return out
+
+
 def block_logits(
     weights: dict[str, Tensor], config: DflashConfig, model: PreTrainedModel, tokens: list[int]
 ) -> Tensor:
-    """Logits after `tokens`, the last of which is the block's first, by the paper's section on the architecture.
+    """Logits of the positions after `tokens` that masks stand for."""
+    states = block_states(weights, config, model, tokens)
+    return model.get_output_embeddings()(states[1:])
+
+
+@torch.inference_mode()
+def block_states(
+    weights: dict[str, Tensor], config: DflashConfig, model: PreTrainedModel, tokens: list[int]
+) -> Tensor:
+    """States after `tokens`, the last of which is the block's first, by the paper's section on the architecture.
 
     Every row of the context and of the block is computed anew, head by head.
     """
@@ -119,7 +152,8 @@ def block_logits(
             heads = out.unflatten(-1, (-1, size))
             return norm(heads, layer[f"self_attn.{name}_norm.weight"], eps) if normed else heads
 
-        rows = norm(hidden, layer["input_layernorm.weight"], eps)
+        normed = norm(hidden, layer["input_layernorm.weight"], eps)
+        rows = convolved(normed, normed, layer, "attention", 0, config)
         seen = torch.cat([context, rows])
         query = turned(project("q", rows, normed=True), places[count:], theta)
         key = turned(project("k", seen, normed=True), places, theta)
@@ -135,13 +169,15 @@ def block_logits(
                         scores[other] = -torch.inf
                 attended.append(scores.softmax(0) @ value[:, group])
         out = torch.cat(attended).view(len(block), -1) @ layer["self_attn.o_proj.weight"].T
-        hidden = hidden + out + layer.get("self_attn.o_proj.bias", torch.zeros(()))
-        rows = norm(hidden, layer["post_attention_layernorm.weight"], eps)
+        out = out + layer.get("self_attn.o_proj.bias", torch.zeros(()))
+        hidden = hidden + convolved(out, normed, layer, "attention", 1, config)
+        normed = norm(hidden, layer["post_attention_layernorm.weight"], eps)
+        rows = convolved(normed, normed, layer, "mlp", 0, config)
         gate = torch.nn.functional.silu(rows @ layer["mlp.gate_proj.weight"].T)
         up = rows @ layer["mlp.up_proj.weight"].T
-        hidden = hidden + (gate * up) @ layer["mlp.down_proj.weight"].T
-    hidden = norm(hidden, weights["norm.weight"], eps)
-    return model.get_output_embeddings()(hidden[1:])
+        out = (gate * up) @ layer["mlp.down_proj.weight"].T
+        hidden = hidden + convolved(out, normed, layer, "mlp", 1, config)
+    return norm(hidden, weights["norm.weight"], eps)
 
 
 class Checking(Dflash):
@@ -195,7 +231,7 @@ def test_which_heads_run_natively() -> None:
     assert head._lm.quantize == "int8"
     for variant in ("windows", "windows both ways"):
         mixed = config_of(**VARIANTS[variant])
-        with pytest.raises(UnsupportedModelError, match="with windows, or with causal and other"):
+        with pytest.raises(UnsupportedModelError, match="with windows, convolutions, or with"):
             NativeDflashHead(mixed, random_state(mixed), lm)
     runs = {
         type(
@@ -489,7 +525,7 @@ def test_published_configs_are_read(
         (changed(dflash_config={"use_swa": True}), "dflash_config: unknown 'use_swa', known are "),
         (
             changed(dflash_config={"selector_rank": 4, "conv_kernel_size": 2}),
-            "'conv_kernel_size', ",
+            "conv_group_size: got None, accepted a whole number",
         ),
         (changed(layer_types=[FULL]), "layer_types: got"),
         (changed(layer_types=[NEAR, FULL, "linear_attention"]), "layer_types: got"),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specengine import policies
+from specengine.costs import PassCosts
 from specengine.drafters._wrappers import Coupled
 from specengine.engine import Engine
 from specengine.errors import InputError
@@ -118,6 +119,55 @@ def test_a_draft_of_one_position_per_pass_is_asked_along_its_likeliest_path(
         row = source.tables.logits([*source.tokens, 0, *path])
         path = [*path, int(row.argmax())]
     assert int(tree.passes) == len(source.paths) == block
+
+
+class ConditionedDrafter(ToyDrafter):
+    """Gives each node its own distribution, as a block does whose positions a token corrects."""
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        return replace(super().step(tree, frontier), conditioned=True)
+
+
+def best_paths(draft: ToyDrafter, budget: int, block: int) -> list[float]:
+    """Log-probabilities of the best paths below the root 0, by their products of conditional chances, best first."""
+    paths: list[tuple[float, list[int]]] = [(0.0, [])]
+    scores: list[float] = []
+    for _ in range(block):
+        paths = [
+            (score + float(edge), [*path, token])
+            for score, path in paths
+            for token, edge in enumerate(
+                draft.tables.logits([*draft.tokens, 0, *path]).log_softmax(-1)
+            )
+        ]
+        scores += [score for score, _ in paths]
+    return sorted(scores, reverse=True)[: budget - 1]
+
+
+@examples(60)
+@given(st.integers(0, 10_000), st.integers(2, 20), st.integers(1, 3))
+def test_a_conditioned_draft_gives_the_best_products_of_conditional_chances(
+    seed: int, budget: int, block: int
+) -> None:
+    source = ConditionedDrafter(Tables(5, seed, concentration=0.4, exact=0.0))
+    source.begin([seed % 5])
+    rule = DDTree(budget, block)
+    tree = slow.grow(rule, source)
+    kept = tree.path_log_probs[rule.keep(tree).alive()][1:].sort(descending=True).values
+    assert kept.tolist() == pytest.approx(best_paths(source, budget, block), abs=1e-4)
+    assert int(tree.passes) <= block
+
+
+@examples(30)
+@given(st.integers(0, 10_000), st.integers(2, 12))
+def test_caddtree_takes_the_same_tree_where_passes_cost_nothing(seed: int, budget: int) -> None:
+    source = ConditionedDrafter(Tables(5, seed, concentration=0.4, exact=0.0))
+    source.begin([seed % 5])
+    costs = PassCosts("of verification", {1: 1.0, budget: 1.0}, {1: 0.0, 64: 0.0})
+    rule = policies.make("caddtree", budget=budget, block=2, costs=costs)
+    tree = slow.grow(rule, source)
+    kept = tree.path_log_probs[rule.keep(tree).alive()][1:].sort(descending=True).values
+    assert kept.tolist() == pytest.approx(best_paths(source, budget, 2), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,13 @@ MAX_SIZE = 1 << 24  # of any size: torch's counts of elements overflow beyond
 MAX_POSITIONS = 1 << 30
 MAX_DEPTHS = 64
 MAX_FEATURES = 64
-UNREAD = {  # families of heads that draft blocks, and what they have besides
-    "DSpark": "reads each token's successors from a Markov head",
-    "DFlash2": "has convolutions and selects its candidates",
-    "Domino": "corrects each position by those before it",
+UNREAD = {  # heads that draft blocks and are not read, by words of their configs, and what they have besides
+    "domino": ("Domino", "corrects each position by those before it"),
+    "gemma4dspark": ("DSpark", "has layers of Gemma 4"),
+    "speculators_model_type dspark": (
+        "DSpark",
+        "has a vocabulary of its own, as speculators makes it",
+    ),
 }
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
@@ -355,17 +358,16 @@ def is_head(raw: Mapping[str, Any]) -> bool:
     """Return whether a config is that of a draft head and of nothing else. EAGLE-1's in the EAGLE layout is not."""
     return (
         "draft_vocab_size" in raw
-        or bool(_unread(raw))
+        or _unread(raw) is not None
         or any(named(name).recognises(raw) for name in names())
     )
 
 
-def _unread(raw: Mapping[str, Any]) -> str:
-    """Return the name of the family where a config is of a head that drafts blocks and is not read, else ""."""
-    block = raw.get("dflash_config")
-    projector = block.get("projector_type") if isinstance(block, dict) else None
-    words = str([raw.get("architectures"), raw.get("speculators_model_type"), projector]).lower()
-    return next((name for name in UNREAD if name.lower() in words), "")
+def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return family and reason where a config is of a head that drafts blocks and is not read."""
+    fields = "architectures", "dflash_config", "speculators_model_type"
+    words = " ".join(f"{name} {raw.get(name)}" for name in fields).lower()
+    return next((reason for word, reason in UNREAD.items() if word in words), None)
 
 
 def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
@@ -373,10 +375,10 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
 
     CheckpointError where two recognise it and neither is a variant of the other, and for heads that are not read.
     """
-    if family := _unread(raw):
+    if unread := _unread(raw):
         raise CheckpointError(
-            f"it is a {family} head, which drafts a block in one pass, and {UNREAD[family]}, which is not "
-            "implemented; specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3, MTP and DFlash (its first version). "
+            f"it is a {unread[0]} head, which drafts a block in one pass, and {unread[1]}, which is not implemented; "
+            "specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, DFlash2 and DSpark with layers of Qwen3. "
             'draft="recycling" needs no head'
         )
     layouts = [named(name) for name in names()]

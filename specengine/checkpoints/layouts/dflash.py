@@ -1,41 +1,83 @@
-"""The layout of the DFlash repository, which vLLM and SGLang read."""
+"""The layout of DFlash, DeepSpec (DSpark) and SpecForge (DSpark, DFlash2), as vLLM and SGLang read it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from specengine.checkpoints.layouts import MAX_DEPTHS, NEAR, Layout, Verifier, require_field
+from specengine.checkpoints.layouts import (
+    MAX_DEPTHS,
+    NEAR,
+    HeadFields,
+    Layout,
+    Verifier,
+    require_field,
+)
 from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specengine.models.dflash import DflashConfig
 
 FULL = "full_attention"
-KNOWN = {"block_size", "causal", "mask_token_id", "num_target_layers", "target_layer_ids"}
+KNOWN = {
+    "block_size",
+    "causal",
+    "confidence_head_alpha",
+    "confidence_head_with_markov",
+    "conv_group_size",
+    "conv_kernel_size",
+    "enable_confidence_head",
+    "markov_head_type",
+    "markov_rank",
+    "mask_token_id",
+    "num_anchors",
+    "num_target_layers",
+    "sample_from_anchor",
+    "selector_rank",
+    "selector_top_k",
+    "shift_label",
+    "target_layer_ids",
+    "use_confidence_head",
+}
+USUAL = None, False, "dflash", "dspark", "gqa"  # values of other fields that change nothing
+DEEPSPEC = "Qwen3DSparkModel"
+ANCHORS = "sample_from_anchor", "dspark_bonus_anchor", "shift_label"
+MARKOV = "vanilla", "gated"
+UNUSED = {"confidence_head.": "policies read log-probabilities"}
+COPIES = dict.fromkeys(
+    ("embed_tokens.weight", "lm_head.weight"), "DeepSpec trains with the target's and keeps them"
+)
 
 
 class DflashLayout(Layout):
-    """A flat config of Qwen3's fields, and `dflash_config`. Layer ids count layers by their outputs."""
+    """A flat config of Qwen3's fields, and `dflash_config`, whose fields DeepSpec has among the others.
+
+    Layer ids count layers by their outputs.
+    """
 
     family = "dflash"
     marks = ("dflash_config",)
-    architectures = ("DFlashDraftModel",)
+    architectures = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", DEEPSPEC)
 
     def read_version(self) -> Literal[3]:
         return 3  # which reads the same hidden states
 
     def read(self) -> dict[str, Any]:
-        fields, block = self.fields, self.fields.nested("dflash_config")
-        stated = {name for name, value in block.raw.items() if value not in (None, False, "dflash")}
+        fields, nested = self.fields, self.fields.nested("dflash_config").raw
+        stated = {name for name, value in nested.items() if value not in USUAL}
+        block = HeadFields(
+            {**fields.raw, **{name: value for name, value in nested.items() if value is not None}}
+        )
         unknown = sorted(stated - KNOWN)
         require_intact(
             f"dflash_config: unknown {', '.join(map(shown, unknown))}, known are {', '.join(sorted(KNOWN))}",
             not unknown,
         )
         common, ids = self.read_layer(fields), block.ids("target_layer_ids")
-        require_intact("dflash_config.target_layer_ids: is missing", bool(ids))
+        require_intact("target_layer_ids: is missing", bool(ids))
         bias = fields.flag("attention_bias")
-        size = (block if "block_size" in block else fields).size("block_size", most=MAX_DEPTHS)
+        size = block.size("block_size", most=MAX_DEPTHS)
         require_field("block_size", size, f"2 to {MAX_DEPTHS}", size > 1)
         layers = fields.size("num_hidden_layers", most=MAX_DEPTHS)
         types = fields.texts("layer_types") or [FULL] * layers
@@ -47,27 +89,80 @@ class DflashLayout(Layout):
         )
         near = [kind == NEAR for kind in types]
         window = fields.size("sliding_window") if any(near) else 0
-        holder, name = (fields, "is_causal") if "is_causal" in fields else (block, "causal")
-        return common | {
-            "own_embeddings": False,
-            "own_head": False,
-            "qk_norm": True,
-            "qkv_bias": bias,
-            "o_bias": bias,
-            "layer_ids": self._layer_ids([i + 1 for i in ids], ids),
-            "sliding_window": 0,
-            "block_size": size,
-            "mask_token_id": block.size("mask_token_id", most=common["vocab_size"] - 1),
-            "num_layers": layers,
-            "windows": tuple(window * is_near for is_near in near),
-            "causal": tuple(holder.flag(name, default=is_near) for is_near in near),
+        return (
+            common
+            | self.read_heads(block, common["hidden_size"])
+            | {
+                "own_embeddings": False,
+                "own_head": False,
+                "qk_norm": True,
+                "qkv_bias": bias,
+                "o_bias": bias,
+                "layer_ids": self._layer_ids([i + 1 for i in ids], ids),
+                "sliding_window": 0,
+                "block_size": size,
+                "mask_token_id": block.size("mask_token_id", most=common["vocab_size"] - 1),
+                "num_layers": layers,
+                "windows": tuple(window * is_near for is_near in near),
+                "causal": tuple(
+                    block.flag("is_causal", default=block.flag("causal", default=is_near))
+                    for is_near in near
+                ),
+            }
+        )
+
+    def read_heads(self, block: HeadFields, hidden_size: int) -> dict[str, Any]:
+        """Read what DSpark and DFlash2 have besides; nothing of a DFlash head."""
+        if "conv_kernel_size" in block or "selector_rank" in block:
+            group = block.size("conv_group_size")
+            require_field(
+                "conv_group_size",
+                group,
+                f"a divisor of hidden_size {hidden_size}",
+                hidden_size % group == 0,
+            )
+            return {
+                "rank": block.size("selector_rank"),
+                "candidates": block.size("selector_top_k"),
+                "taps": block.size("conv_kernel_size", most=MAX_DEPTHS),
+                "group_size": group,
+            }
+        if "markov_rank" not in block:
+            return {}
+        if not any(name in block for name in ANCHORS):
+            self.notes.append("no sample_from_anchor: each row predicts the token after it")
+        anchored = block.flag(
+            "sample_from_anchor",
+            default=not block.flag(
+                "dspark_bonus_anchor", default=not block.flag("shift_label", default=True)
+            ),
+        )
+        kind = block.text("markov_head_type", "vanilla")
+        require_field("markov_head_type", kind, ", ".join(MARKOV), kind in MARKOV)
+        return {
+            "rank": block.raw["markov_rank"] and block.size("markov_rank"),  # 0: DeepSpec's DFlash
+            "gated": kind == "gated",
+            "anchored": anchored,
         }
+
+    def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        copies = COPIES if DEEPSPEC in str(self.fields.raw.get("architectures")) else {}
+        unused = {
+            name: reason
+            for name in sorted(state)
+            for prefix, reason in (UNUSED | copies).items()
+            if name.startswith(prefix)
+        }
+        self.notes += [f"{name} is left out: {reason}" for name, reason in unused.items()]
+        return {name: tensor for name, tensor in state.items() if name not in unused}
 
     @classmethod
     def written(cls, config: DflashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:  # type: ignore[override]
         windows = {window for window in config.windows if window}
         usual = config.causal == tuple(map(bool, config.windows))
         cls.refuse(
+            rank=config.rank > 0,
+            anchored=config.anchored,
             qkv_bias=config.qkv_bias != config.o_bias,
             windows=len(windows) > 1,
             causal=len(set(config.causal)) > 1 and not usual,

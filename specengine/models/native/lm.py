@@ -728,15 +728,15 @@ class NativeDflashHead(DflashHead):
     """Run the layers of a DFlash head on the C++ forward; torch reads the states of committed tokens for its cache.
 
     With a bfloat16 target its matrices are kept as int8, as those of a NativeHead. UnsupportedModelError where
-    csrc/cpu has no such layers, and where only some layers of a block are causal.
+    csrc/cpu has no such layers, and where only some layers of a block are causal. Corrections of logits run in float32.
     """
 
     _target: NativeLM
 
     def __init__(self, config: DflashConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         require_supported(
-            "native: a DFlash head with windows, or with causal and other layers",
-            not any(config.windows) and len(set(config.causal)) == 1,
+            "native: a DFlash head with windows, convolutions, or with causal and other layers",
+            not (any(config.windows) or config.taps) and len(set(config.causal)) == 1,
         )
         head = head_from(config, state, torch.float32, target.device)
         super().__init__(head, target, pack=False)

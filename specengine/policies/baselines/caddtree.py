@@ -13,7 +13,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import require
 from specengine.policies.baselines._priced import Priced
-from specengine.policies.baselines.ddtree import DDTree
+from specengine.policies.baselines.ddtree import MAX_BEAM, DDTree
 
 
 @dataclass
@@ -49,19 +49,14 @@ class CaDDTree(DDTree, Priced):
     def __post_init__(self) -> None:
         super().__post_init__()
         require("caddtree", "width", self.width, "1 or more", self.width >= 1)
-        self.price(self.budget, self.width)
+        self.price(self.budget, max(self.width, MAX_BEAM))
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         spent = self.spend(tree, frontier.live)
-        if self.width == 1:
-            layer = self.layer(tree, frontier, step)
-            beam, brings = Nodes(layer.ids[:1], layer.live.clamp(max=1)), _mass(tree, layer)
-        else:
-            layer = tree.add(
-                *step.children(frontier, step.candidates(tree, frontier, self.budget - 1))
-            )
-            beam = tree.best(layer, self.width)
-            # as much of this beam as it has of the last
+        layer = self.layer(tree, frontier, step)
+        beam = self.beam(tree, layer, step)
+        brings = _mass(tree, layer)
+        if self.width > 1 and not step.conditioned:  # as much of this beam as it has of the last
             brings = _mass(tree, beam).square() / _mass(tree, frontier)
         _, ratio, more = self._best(tree, spent)
         cost = self._prices[tree.device].draft.index_select(0, beam.live) + more

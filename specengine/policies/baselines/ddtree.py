@@ -12,6 +12,8 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.policies import TreePolicy, require_minimum
 
+MAX_BEAM = 64  # nodes whose distributions, each of the vocabulary, are read at once
+
 
 @dataclass
 class DDTree(TreePolicy):
@@ -20,6 +22,10 @@ class DDTree(TreePolicy):
     A node's probability is the product of its tokens' over the positions of its path, whatever tokens stand there. A
     draft that gives several positions in one pass (`Step.further`) needs one pass per block. Of others each pass brings
     the next position: the distribution after the likeliest path, which the other paths borrow.
+
+    A draft whose positions depend on the token before them (`Step.conditioned`) gives each node its own distribution
+    without a pass. Then a node's probability is the product of those along its path, and only nodes that could be
+    verified get children.
 
     budget  nodes verified, the root included; the paper's budgets leave it out
     block   positions
@@ -51,13 +57,18 @@ class DDTree(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         layer = self.layer(tree, frontier, step)
-        return Nodes(layer.ids[:1], layer.live.clamp(max=1)).where(self.unfinished(tree, layer))
+        return self.beam(tree, layer, step).where(self.unfinished(tree, layer))
 
     def keep(self, tree: TokenTree) -> Nodes:
         return tree.best_of_all(self.budget)
 
     def layer(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         """Append a layer for each position that the step holds, and return the last one, the likeliest nodes first."""
+        if step.conditioned or self.width > 1:
+            least = tree.scores(tree.best_of_all(self.budget)).amin(0, keepdim=True)
+            bound = least if step.conditioned else None
+            candidates = step.candidates(tree, frontier, self.budget - 1, bound=bound)
+            return tree.add(*step.children(frontier, candidates))
         rows = step.logits if step.further is None else torch.cat([step.logits, step.further])
         edges, columns = ops.top_children(rows, self.budget - 1, step.normalized)
         tokens, depth = step.tokens_of(columns), tree.depths.index_select(0, frontier.ids)
@@ -79,6 +90,10 @@ class DDTree(TreePolicy):
                 candidates.live,
             )
         return layer
+
+    def beam(self, tree: TokenTree, layer: Nodes, step: Step) -> Nodes:
+        """Return the nodes of a layer to draft from."""
+        return tree.best(layer, MAX_BEAM if step.conditioned else self.width)
 
     def unfinished(self, tree: TokenTree, layer: Nodes) -> Flag:
         """Return whether the block has positions after those of a layer."""

@@ -37,8 +37,11 @@ def check_fit(loss: Loss, head: EagleHead) -> None:
         not loss.regression or kind == "EAGLE-1",
     )
     require_input(
-        f"loss: got {loss.name} for an {kind} head, accepted dflash for DFlash heads and no others",
-        (loss.name == "dflash") == isinstance(head, DflashNet),
+        f"loss: got {loss.name} for an {kind} head, accepted dflash for DFlash heads and no others; "
+        "DSpark and DFlash2 heads are not trained",
+        (loss.name == "dflash") == isinstance(head, DflashNet)
+        and not getattr(head.config, "rank", 0)
+        and not getattr(head.config, "anchored", False),
     )
     require_input(
         f"steps: got {loss.steps}, the head predicts {head.config.depths}",

@@ -1,0 +1,520 @@
+"""Heads of DSpark and DFlash2: rows of each node against the sources' equations, answers equal to plain decoding."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specengine.checkpoints.eagle import Checkpoint, HeadReading, is_head, load_head, save_head
+from specengine.drafters import dflash
+from specengine.drafters.dflash import Dflash
+from specengine.engine import Engine, Pool
+from specengine.errors import CheckpointError, InputError, UnsupportedModelError
+from specengine.models.dflash import DflashConfig, DflashHead
+from specengine.models.eagle import head_from
+from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.native import NativeDflashHead, NativeTarget, from_model
+from specengine.ops import Nodes
+from specengine.ops.select import Step
+from specengine.ops.tree import TokenTree
+from specengine.train.draft.losses import check_fit
+from specengine.train.draft.options import make_loss
+from tests.drafters.test_dflash import RAW, block_states, draft_for
+from tests.heads import MASK, block_config, deep
+from tests.toy import VOCABULARY, byte_tokenizer, policy_for, random_state, tiny_head
+
+PROMPT = [*range(40, 52)]
+pytestmark = pytest.mark.usefixtures("one_thread")
+SPARK = {"anchored": True, "rank": 6}
+SECOND = {"rank": 6, "candidates": 5, "taps": 2, "group_size": 8}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "DSpark": SPARK,
+    "gated": SPARK | {"gated": True},
+    "masks predict": {"rank": 6},
+    "anchored, independent": {"anchored": True},
+    "two rows": SPARK | {"block_size": 2},
+    "DFlash2": SECOND,
+    "DFlash2, windows": SECOND | {"windows": (4, 4, 4), "taps": 3},
+    "one tap, one candidate": SECOND | {"taps": 1, "candidates": 1},
+}
+CORRECTED = [name for name, changes in VARIANTS.items() if "rank" in changes]
+NATIVE = ["DSpark", "gated", "masks predict", "anchored, independent", "two rows"]
+
+
+def reference(
+    weights: dict[str, Tensor], config: DflashConfig, state: Tensor, token: int
+) -> Tensor:
+    """What the sources add to the logits of a position of this state after this token, [vocabulary]."""
+    if not config.rank:
+        return torch.zeros(config.vocab_size)
+    if config.candidates:  # edge(p -> c) = <A[p] * H state, B[c]>
+        left = weights["candidate_selector.predecessor_codebook"][token]
+        middle = weights["candidate_selector.hidden_projection.weight"] @ state
+        right = weights["candidate_selector.successor_codebook"]
+        return torch.einsum("r,r,vr->v", left, middle, right)
+    latent = weights["markov_head.markov_w1.weight"][token]
+    if config.gated:
+        inputs = torch.cat([state, latent])
+        weight, bias = (weights[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
+        latent = latent / (1 + (-(weight @ inputs + bias)).exp())
+    return weights["markov_head.markov_w2.weight"] @ latent
+
+
+class Checking(Dflash):
+    """Compares the row of each node with the recomputed one."""
+
+    worst, checked = 0.0, 0
+    expected: tuple[Tensor, Tensor] | None = None  # logits before corrections, and states, by depth
+
+    def root(self, tree: TokenTree) -> Step:
+        self.expected, config = None, self.head.config
+        if len(self._tokens):
+            tokens = [*self._tokens, int(tree.tokens[0])]
+            states = block_states(self.weights_of(), config, self.target.model, tokens)
+            states = states if config.anchored else states[1:]
+            self.expected = self.target.model.get_output_embeddings()(states), states
+        step = super().root(tree)
+        if step.further is not None:
+            self.compare(tree, torch.zeros(1, dtype=torch.int64), step)
+            self.compare_rows(
+                step.further, [self.row(i, 0) for i in range(1, len(step.further) + 1)]
+            )
+        return step
+
+    def weights_of(self) -> dict[str, Tensor]:
+        return self.head.module.state_dict()
+
+    def row(self, depth: int, token: int) -> Tensor:
+        assert self.expected is not None
+        logits, states = self.expected
+        config = self.head.config
+        if depth >= config.depths:
+            return torch.full((VOCABULARY,), -math.inf)
+        added = logits[depth] + reference(self.weights_of(), config, states[depth], token)
+        most = config.candidates or dflash.MAX_CORRECTED
+        if config.rank and most < VOCABULARY:
+            outside = torch.ones(VOCABULARY, dtype=torch.bool)
+            outside[logits[depth].topk(most).indices] = False
+            added = added.masked_fill(outside, -math.inf)
+        return added.log_softmax(-1)
+
+    def step(self, tree: TokenTree, frontier: Nodes) -> Step:
+        step = super().step(tree, frontier)
+        if self.expected is not None:
+            self.compare(tree, frontier.ids, step)
+        return step
+
+    def compare(self, tree: TokenTree, nodes: Tensor, step: Step) -> None:
+        whole = torch.full((len(step.logits), VOCABULARY), -math.inf)
+        columns = torch.arange(VOCABULARY) if step.token_ids is None else step.token_ids
+        whole[:, columns] = step.logits
+        self.compare_rows(
+            whole, [self.row(int(tree.depths[n]), int(tree.tokens[n])) for n in nodes.tolist()]
+        )
+
+    def compare_rows(self, rows: Tensor, expected: list[Tensor]) -> None:
+        for row, wanted in zip(rows, expected, strict=True):
+            assert torch.equal(row == -math.inf, wanted == -math.inf)
+            difference = (row - wanted)[wanted > -math.inf]
+            self.worst = max(self.worst, float(difference.abs().max()) if len(difference) else 0.0)
+            self.checked += 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_row_of_each_node_is_what_the_sources_compute(variant: str) -> None:
+    config, target = block_config(**VARIANTS[variant]), HuggingFaceTarget(deep())
+    state = random_state(config)
+    for name in state:
+        if "kernel_projection" in name:  # products of whose results add up to large logits
+            state[name] *= 0.2
+    draft = Checking(head_from(config, state, torch.float32, torch.device("cpu")), target.lm)
+    for policy in ("ddtree", "eagle"):
+        Engine(target, draft, policy_for(policy)).generate(PROMPT, max_new_tokens=6)
+    assert draft.checked > 20 or variant in ("one tap, one candidate", "two rows")
+    assert draft.worst < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["DSpark", "gated"])
+def test_of_large_vocabularies_the_likeliest_tokens_are_corrected(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dflash, "MAX_CORRECTED", 40)
+    target = HuggingFaceTarget(deep())
+    draft = draft_for(target, block_config(**VARIANTS[variant]), Checking)
+    for options in ({}, {"temperature": 0.8, "seed": 1}):
+        answer = Engine(target, draft, policy_for("ddtree")).generate(
+            PROMPT, max_new_tokens=6, **options
+        )
+        plain = Engine(HuggingFaceTarget(deep()), None, None)
+        assert answer.token_ids == plain.generate(PROMPT, max_new_tokens=6, **options).token_ids
+    assert draft.checked > 20
+    assert draft.worst < 1e-4
+    assert draft._columns is not None
+    assert 40 <= len(draft._columns) < VOCABULARY
+
+
+@pytest.mark.parametrize("variant", NATIVE)
+def test_the_native_pass_gives_the_same_rows(variant: str) -> None:
+    config, target = block_config(**VARIANTS[variant]), NativeTarget(from_model(deep()))
+    state = random_state(config)
+    draft = Checking(NativeDflashHead(config, state, target.lm), target.lm)
+    draft.weights_of = lambda: state  # type: ignore[method-assign]
+    Engine(target, draft, policy_for("ddtree")).generate(PROMPT, max_new_tokens=6)
+    assert draft.checked > 20 or variant == "two rows"
+    assert draft.worst < 1e-4
+
+
+def test_convolutions_run_on_torch() -> None:
+    lm = from_model(deep())
+    config = block_config(**SECOND)
+    with pytest.raises(UnsupportedModelError, match="with windows, convolutions, or"):
+        NativeDflashHead(config, random_state(config), lm)
+    found = Checkpoint(config, random_state(config), HeadReading("", "", ""))
+    assert type(Dflash.of(found, lm, "").head) is DflashHead
+
+
+@torch.inference_mode()
+def rows_of(state: dict[str, Tensor], config: DflashConfig) -> Tensor:
+    """Rows after the root and after two of its children, [3, vocabulary]."""
+    target = HuggingFaceTarget(deep())
+    head = tiny_head(config)
+    head.load_state_dict(state)
+    draft = Dflash(head, target.lm)
+    target.want(draft.traits.features)
+    draft.begin(PROMPT, target.prefill(PROMPT))
+    tree = TokenTree.root(7, 8)
+    steps = [draft.root(tree)]
+    steps.append(
+        draft.step(
+            tree, tree.add(tree.root_alone().ids.expand(2), torch.tensor([3, 9]), torch.zeros(2))
+        )
+    )
+    rows = torch.full((3, VOCABULARY), -40.0)
+    columns = slice(None) if steps[0].token_ids is None else steps[0].token_ids
+    rows[:, columns] = torch.cat([step.logits for step in steps]).clamp(min=-40.0)
+    return rows
+
+
+@pytest.mark.parametrize("variant", ["gated", "DFlash2"])
+def test_every_tensor_changes_what_is_drafted(variant: str) -> None:
+    config = block_config(**VARIANTS[variant])
+    state = random_state(config)
+    rows = rows_of(state, config)
+    assert not torch.equal(rows[1], rows[2])
+    assert torch.equal(rows_of(state, config), rows)
+    for name, tensor in state.items():
+        changed = state | {name: tensor * 1.5 + 0.25}
+        assert (rows_of(changed, config) - rows).abs().max() > 1e-3, name
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+class Knowing(Dflash):
+    """Proposes the answer that plain decoding gives, with one token in five wrong, so that paths end anywhere."""
+
+    answer: list[int]
+
+    def root(self, tree: TokenTree) -> Step:
+        step = super().root(tree)
+        if self._hidden is None:
+            return step
+        at = len(self._tokens) + 1
+        for row, token in enumerate(self.answer[at : at + len(self._rows) - 1]):
+            token = (token + ((at + row) % 5 == 0)) % VOCABULARY
+            if self._columns is not None:
+                token = int((self._columns == token).float().argmax())
+            self._rows[row, token] = 30.0
+        return replace(self.step(tree, tree.root_alone()), hidden=step.hidden)
+
+
+@pytest.mark.parametrize("variant", ["DSpark", "gated", "DFlash2"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "drawn"])
+def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> None:
+    expected = Engine(HuggingFaceTarget(deep()), None, None).generate(
+        PROMPT, max_new_tokens=30, **options
+    )
+    for policy in ("ddtree", "caddtree", "chain", "auto", "eagle"):
+        target = HuggingFaceTarget(deep())
+        draft = draft_for(target, block_config(**VARIANTS[variant]), Knowing)
+        draft.answer = [*PROMPT, *expected.token_ids]
+        result = Engine(target, draft, policy_for(policy)).generate(
+            PROMPT, max_new_tokens=30, **options
+        )
+        assert result.token_ids == expected.token_ids
+        if policy != "auto" and variant != "DFlash2":  # whose candidates rarely hold the answer
+            assert result.stats.num_spec_steps < 30 / 1.5
+        for prompt in ([5], [5, 6]):
+            plain = Engine(HuggingFaceTarget(deep()), None, None)
+            answer = Engine(target, draft, policy_for(policy)).generate(
+                prompt, max_new_tokens=6, **options
+            )
+            assert answer.token_ids == plain.generate(prompt, max_new_tokens=6, **options).token_ids
+
+
+# ---------------------------------------------------------------------------------------------------- on disk
+
+FLAT: dict[str, Any] = {name: value for name, value in RAW.items() if name != "dflash_config"} | {
+    "architectures": ["Qwen3DSparkModel"],
+    "mask_token_id": MASK,
+    "target_layer_ids": [1, 2, 4],
+    "num_anchors": 512,
+    "markov_rank": 6,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+NEAR = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 9, "is_causal": False}
+
+
+def nested(architecture: str, **fields: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(RAW) | {"architectures": [architecture]}
+    raw["dflash_config"] |= fields
+    return raw
+
+
+SPECFORGE = nested(
+    "DSparkDraftModel",
+    projector_type="dspark",
+    markov_rank=6,
+    shift_label=True,
+    attention_mode="gqa",
+)
+CONVOLVED = nested(
+    "DFlash2DraftModel", conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=5
+)
+UNSTATED = "no sample_from_anchor: each row predicts the token after it"
+
+
+def written(folder: Path, raw: dict[str, Any], config: DflashConfig, **more: Tensor | None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = random_state(config) | more
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "kind"),
+    [
+        (FLAT, SPARK, "DSpark"),
+        (FLAT | {"markov_head_type": "gated"}, SPARK | {"gated": True}, "DSpark"),
+        (FLAT | {"sample_from_anchor": False}, {"rank": 6}, "DSpark"),
+        (FLAT | {"dspark_bonus_anchor": True}, {"rank": 6}, "DSpark"),
+        (FLAT | {"markov_rank": 0}, {"anchored": True}, "DFlash"),
+        (SPECFORGE, SPARK, "DSpark"),
+        (nested("DSparkDraftModel", shift_label=False) | {"markov_rank": 6}, {"rank": 6}, "DSpark"),
+        (nested("DFlashDraftModel", projector_type="dspark", markov_rank=6), SPARK, "DSpark"),
+        (CONVOLVED, SECOND, "DFlash2"),
+        (CONVOLVED | NEAR, SECOND | {"windows": (9, 9, 9)}, "DFlash2"),
+    ],
+)
+def test_published_configs_are_read(
+    tmp_path: Path, raw: dict[str, Any], changes: dict[str, Any], kind: str
+) -> None:
+    config = block_config(**changes)
+    head = load_head(written(tmp_path, raw, config))
+    assert is_head(tmp_path)
+    assert head.config == config
+    assert str(head.dialect) == f"{kind}, dflash layout, fields as dflash means them"
+    stated = {"sample_from_anchor", "dspark_bonus_anchor", "shift_label"} & (
+        raw.keys() | raw.get("dflash_config", {}).keys()
+    )
+    assert (UNSTATED in head.dialect.notes) == (not stated and "selector_rank" not in str(raw))
+    assert all(torch.equal(head.state[key], t) for key, t in random_state(config).items())
+
+
+def test_tensors_that_serve_nothing_are_named(tmp_path: Path) -> None:
+    config = block_config(**SPARK)
+    more = {
+        "confidence_head.proj.weight": torch.zeros(1, 38),
+        "confidence_head.proj.bias": torch.zeros(1),
+        "embed_tokens.weight": torch.zeros(VOCABULARY, 32),
+        "lm_head.weight": torch.zeros(VOCABULARY, 32),
+    }
+    head = load_head(written(tmp_path, FLAT, config, **more))
+    left_out = [note for note in head.dialect.notes if "is left out" in note]
+    assert [note.partition(" ")[0] for note in left_out] == sorted(more)
+    assert "policies read log-probabilities" in left_out[0]
+    assert head.state.keys() == random_state(config).keys()
+    with pytest.raises(CheckpointError, match=r"unused: lm_head\.weight"):
+        load_head(
+            written(tmp_path, SPECFORGE, config, **{"lm_head.weight": more["lm_head.weight"]})
+        )
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (
+            FLAT | {"markov_head_type": "rnn"},
+            "markov_head_type: got 'rnn', accepted vanilla, gated",
+        ),
+        (FLAT | {"markov_rank": -1}, "markov_rank: got -1, accepted a whole number"),
+        (FLAT | {"target_layer_ids": None}, "target_layer_ids: is missing"),
+        (FLAT | {"block_size": 1}, "block_size: got 1"),
+        (nested("DSparkDraftModel", attention_mode="mla"), "unknown 'attention_mode', known are "),
+        (
+            nested("DFlash2DraftModel", conv_kernel_size=2, conv_group_size=8),
+            "selector_rank: got None",
+        ),
+        (nested("DFlash2DraftModel", selector_rank=2, conv_group_size=5), "conv_group_size: got 5"),
+        (nested("DFlash2DraftModel", input_embedding_scale=2.0), "unknown 'input_embedding_scale'"),
+        (nested("DFlash2DraftModel", final_logit_softcapping=30.0), "unknown 'final_logit_soft"),
+        (FLAT | {"architectures": ["Gemma4DSparkModel"]}, "a DSpark head, which drafts a block in"),
+        (
+            FLAT | {"speculators_model_type": "dspark"},
+            "has a vocabulary of its own, as speculators",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    tmp_path: Path, raw: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as refused:
+        load_head(written(tmp_path, raw, block_config(**SPARK)))
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "change", "problem"),
+    [
+        (FLAT, SPARK, {"markov_head.markov_w2.weight": None}, "missing: markov_head.markov_w2"),
+        (FLAT | {"markov_rank": 0}, SPARK, {}, "unused: markov_head.markov_w1.weight [260, 6]"),
+        (
+            FLAT,
+            SPARK,
+            {"markov_head.markov_w1.weight": torch.zeros(9, 6)},
+            "mis-shaped: markov_head.markov_w1.weight [9, 6] instead of [260, 6]",
+        ),
+        (
+            CONVOLVED,
+            SECOND,
+            {"candidate_selector.successor_codebook": None},
+            "missing: candidate_selector.successor_codebook [260, 6]",
+        ),
+        (
+            CONVOLVED,
+            SECOND,
+            {"layers.1.mlp_conv.base_kernel": torch.zeros(2, 3, 32)},
+            "mis-shaped: layers.1.mlp_conv.base_kernel [2, 3, 32] instead of [2, 2, 32]",
+        ),
+        (RAW, SECOND, {}, "unused: "),
+        (FLAT, SPARK, {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64)}, "d2t"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(
+    tmp_path: Path,
+    raw: dict[str, Any],
+    changes: dict[str, Any],
+    change: dict[str, Tensor | None],
+    problem: str,
+) -> None:
+    folder = written(tmp_path, raw, block_config(**changes), **change)
+    if change.keys() == {"d2t"}:  # of the whole vocabulary
+        assert load_head(folder).config == block_config(**changes)
+        return
+    with pytest.raises(CheckpointError, match=r"of width 32; ") as refused:
+        load_head(folder)
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("raw", [FLAT, CONVOLVED], ids=["DSpark", "DFlash2"])
+def test_a_folder_drafts_on_both_forwards_for_several_texts(tmp_path: Path, raw: Any) -> None:
+    changes = SPARK if raw is FLAT else SECOND
+    folder = written(tmp_path / "head", raw, block_config(**changes))
+    name = str(tmp_path / "model")
+    deep().save_pretrained(name)
+    byte_tokenizer().save_pretrained(name)
+    plain = Engine.from_pretrained(name, policy="plain", dtype="float32")
+    prompts = [PROMPT, [9] * 20, [5]]
+    for options in ({}, {"lookup": False}, {"backend": "huggingface"}):
+        engine = Engine.from_pretrained(
+            name, draft=str(folder), policy="ddtree", dtype="float32", **options
+        )
+        kind = DflashHead if "backend" in options or raw is CONVOLVED else NativeDflashHead
+        inner: Any = engine.drafter
+        while not isinstance(inner, Dflash):
+            inner = inner.inner
+        assert type(inner.head) is kind
+        for sampling in ({}, {"temperature": 0.8, "seed": 4}):
+            if "backend" in options:  # for one text at a time
+                answers = [engine.generate(one, max_new_tokens=12, **sampling) for one in prompts]
+            else:
+                answers = Pool(engine, 2).generate(prompts, max_new_tokens=12, **sampling)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                expected = plain.generate(prompt, max_new_tokens=12, **sampling)
+                assert answer.token_ids == expected.token_ids
+    with pytest.raises(UnsupportedModelError, match="head is run without graphs"):
+        Engine.from_pretrained(deep(), draft=str(folder), graphs=True)
+
+
+@pytest.mark.parametrize("changes", [SPARK, SECOND], ids=["DSpark", "DFlash2"])
+def test_answers_under_a_grammar_equal_plain_decoding(changes: dict[str, Any]) -> None:
+    target, options = HuggingFaceTarget(deep()), {"grammar": 'start: /[a-f]+/ " is it"', "seed": 2}
+    draft, tokenizer = draft_for(target, block_config(**changes)), byte_tokenizer()
+    plain = Engine(HuggingFaceTarget(deep()), None, None, tokenizer)
+    for temperature in (0.0, 0.9):
+        expected = plain.generate(PROMPT, max_new_tokens=16, temperature=temperature, **options)
+        for policy in ("ddtree", "auto"):
+            engine = Engine(target, draft, policy_for(policy), tokenizer)
+            answer = engine.generate(PROMPT, max_new_tokens=16, temperature=temperature, **options)
+            assert answer.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("changes", [SPARK, SECOND], ids=["DSpark", "DFlash2"])
+def test_a_target_with_appended_tokens_is_drafted_for(tmp_path: Path, changes: Any) -> None:
+    raw = FLAT if changes is SPARK else CONVOLVED
+    folder = written(tmp_path / "head", raw, block_config(**changes))
+    grown = deep(vocab_size=VOCABULARY + 3)
+    engine = Engine.from_pretrained(grown, draft=str(folder), policy="ddtree")
+    plain = Engine.from_pretrained(grown, policy="plain")
+    prompt = [*PROMPT, VOCABULARY + 1]
+    answer = engine.generate(prompt, max_new_tokens=8)
+    assert answer.token_ids == plain.generate(prompt, max_new_tokens=8).token_ids
+
+
+def test_such_heads_are_not_written(tmp_path: Path) -> None:
+    for changes in (SPARK, SECOND, {"anchored": True}):
+        config = block_config(**changes)
+        with pytest.raises(CheckpointError, match="the dflash layout has no field for it"):
+            save_head(config, random_state(config), tmp_path / "out")
+
+
+@pytest.mark.parametrize("changes", [SPARK, SECOND, {"anchored": True}])
+def test_such_heads_are_not_trained(changes: dict[str, Any]) -> None:
+    for loss in ("dflash", "ttt"):
+        with pytest.raises(InputError, match="DSpark and DFlash2 heads are not trained"):
+            check_fit(make_loss(loss, steps=2), tiny_head(block_config(**changes)))
+
+
+@torch.inference_mode()
+def test_temperatures_divide_corrected_logits() -> None:
+    rows = []
+    for temperatures in ((), (2.0, 0.5)):
+        config = block_config(**SPARK, temperatures=temperatures)
+        rows.append(rows_of(random_state(config), config))
+    divided = rows[0] / torch.tensor([2.0, 0.5, 0.5])[:, None]
+    torch.testing.assert_close(rows[1], divided.log_softmax(-1))
+
+
+def test_damaged_files_name_their_tensor(tmp_path: Path) -> None:
+    config = block_config(**SPARK)
+    file = written(tmp_path, FLAT, config) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["markov_head.markov_w2.weight"][3, 2] = math.nan
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"not finite: markov_head\.markov_w2\.weight"):
+        load_head(tmp_path)
