@@ -238,15 +238,17 @@ class EagleDraft(RowDraft):
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        return isinstance(self.head, NativeHead)
+        return self.head.shares
 
     def _shared(self, rows: Rows, pass_rows: PassRows) -> HeadRows:
-        return cast(NativeHead, self.head).asked(
+        count, first = rows.tokens.shape[0], pass_rows.one is not None
+        return HeadRows(
+            cast(Any, self.head),
+            rows,
             self._states,
             pass_rows.sources,
-            rows,
-            pass_rows.one,
-            None if pass_rows.one is None else self._features[: rows.tokens.shape[0]],
+            self._features[:count] if first else None,
+            1 if first else count,
         )
 
     def _run(
@@ -262,7 +264,7 @@ class EagleDraft(RowDraft):
                 self._states, pass_rows.sources, rows, pass_rows.one, unread
             )
         else:
-            logits, states = shared.logits, shared.out[-len(shared.logits) :]
+            logits, states = shared.logits, shared.out
             self.model_seconds += shared.seconds
         self._states.index_copy_(0, pass_rows.targets, states)
         if pass_rows.factors is not None:

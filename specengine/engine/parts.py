@@ -37,7 +37,7 @@ from specengine.errors import (
 from specengine.models import Target, common_prefix
 from specengine.models import free_memory as free_memory
 from specengine.models.mtp import AssistantHead
-from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
+from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeTarget, RowBatch
 from specengine.models.native.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
@@ -448,7 +448,7 @@ class Pool:
             shared = alone.beside(
                 others,
                 resting=lambda: self.scheduler.pace.rests,
-                joined=isinstance(head, NativeHead),
+                joined=getattr(head, "shares", False),
                 forward=self.scheduler.take_last_forward,
             )
             self._costs[engine] = shared
