@@ -164,7 +164,7 @@ def load_assistant(
         }
     elif folder is not None:
         state = {key: tensor.read(0, tensor.shape[0]) for key, tensor in _tensors(folder).items()}
-    state.pop(net.tied, None)
+    state.pop("lm_head.weight", None)  # the embeddings, again
     _fill(net, state, target.dtype, f"{folder or name}: its tensors do not fit its config")
     with_buffers(net.model)
     net = net.to(target.lm.device)

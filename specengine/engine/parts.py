@@ -440,15 +440,11 @@ class Pool:
         shared = self._costs.get(engine)
         if shared is None or shared.others != others:
             alone = find() if shared is None else shared.alone
-            head = (
-                None
-                if engine.drafter is None
-                else getattr(drafters.innermost(engine.drafter), "head", None)
-            )
+            source = None if engine.drafter is None else drafters.innermost(engine.drafter)
             shared = alone.beside(
                 others,
                 resting=lambda: self.scheduler.pace.rests,
-                joined=getattr(head, "shares", False),
+                joined=getattr(source, "shares", False),
                 forward=self.scheduler.take_last_forward,
             )
             self._costs[engine] = shared

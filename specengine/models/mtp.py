@@ -276,7 +276,6 @@ class Assistant(nn.Module):
             self.masked_embedding = (
                 Clusters(config, size, dtype) if config.use_ordered_embeddings else None
             )
-        self.tied = "lm_head.weight"  # the embeddings, again
 
     def read(self, states: Tensor) -> Tensor:
         """Return logits of states, float32 [rows, vocabulary]."""
@@ -394,17 +393,18 @@ class AssistantHead(DraftHead):
             f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such",
             needed <= last.keys(),
         )
-        slabs = dict[str, tuple[int, int]]()
-        for kind in sorted(needed):
-            number = last[kind]
-            slabs[kind] = 0, number
-            if len(self.followed.cache.slabs) > 1:
-                sizes = [
-                    (at.kv_heads, at.head_dim)
-                    for at in (family_of(config).shape_at(config, i) for i in owners)
-                ]
-                slab = list(dict.fromkeys(sizes)).index(sizes[number])
-                slabs[kind] = slab, sizes[:number].count(sizes[number])
+        sizes = [(0, 0)] * len(owners)
+        if len(self.followed.cache.slabs) > 1:
+            shapes = [family_of(config).shape_at(config, number) for number in owners]
+            sizes = [(shape.kv_heads, shape.head_dim) for shape in shapes]
+        slabs = {
+            kind: (
+                list(dict.fromkeys(sizes)).index(sizes[number]),
+                sizes[:number].count(sizes[number]),
+            )
+            for kind, number in sorted(last.items())
+            if kind in needed
+        }
         for layer, kind in zip(self._net.model.layers, text.layer_types, strict=True):
             slab, number = slabs[kind]
             keys, reader = self.followed.cache.layer(number, slab=slab)[0], layer.self_attn

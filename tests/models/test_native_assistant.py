@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -130,6 +131,22 @@ def test_matrices_of_an_assistant_of_a_bfloat16_target_are_int8(
     assert 0.0 < sorted(distances)[len(distances) // 2] < 0.1
 
 
+def test_an_assistant_of_a_model_in_int8_is_in_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny("gemma4_text")
+    assistant(tmp_path, monkeypatch)
+    engine = engine_of(target, tmp_path, quantize="int8")
+    assert type(engine.drafter.head) is NativeAssistant
+    assert engine.drafter.head.weights_of.stored == "i8"
+    plain = Engine.from_pretrained(target, "none", backend="native", quantize="int8")
+    answers = [
+        each.generate(prompt_of(30), max_new_tokens=16, eos_token_id=[]) for each in (plain, engine)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[1].stats.num_draft_tokens
+
+
 def test_layers_of_the_same_heads_read_the_layers_of_their_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,15 +235,24 @@ def test_draft_passes_of_all_texts_are_run_together(
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", GGMLQuantizationType.Q8_0)],
+)
 def test_a_file_drafts_for_a_file(
-    dtype: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    kind: GGMLQuantizationType | None,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of packed blocks products are of integers, in the assistant too."""
     draft = assistant(tmp_path / "folder", monkeypatch)
     place = in_file(draft, tmp_path / "assistant.gguf")
-    model, target = write(tmp_path, "gemma4", model=tiny("gemma4_text"))
+    model, target = write(tmp_path, "gemma4", model=tiny("gemma4_text"), kind=kind)
     engine = engine_of(str(target), place, offline=True, dtype=dtype)
     assert type(engine.drafter.head) is NativeAssistant
+    assert (engine.target.lm.numerics == "integer") == (kind is not None)
     plain = Engine.from_pretrained(str(target), "none", offline=True, dtype=dtype, backend="native")
     for prompt in (prompt_of(30), prompt_of(45)):
         answers = [

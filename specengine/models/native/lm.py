@@ -661,22 +661,18 @@ class BlockSource(Source):
             torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size
         )
         above = {f"{family.layers.transformers}.{i}": block for i, block in enumerate(blocks)}
-        self._tensors: dict[str, Tensor] = {
+        self.tensors: dict[str, Tensor] = {
             f"{prefix}.{name}": tensor.to(self.dtype)
             for prefix, module in (above | {family.norm.transformers: norm}).items()
             for name, tensor in module.state_dict().items()
         }
-        self._tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
-        self._tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(
+        self.tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
+        self.tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(
             some, dtype=self.dtype
         )
 
     def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def forget(self) -> None:
-        """Let go of all weights."""
-        self._tensors.clear()
+        return self.tensors[name]
 
 
 class NativeMtpHead(MtpHead):
@@ -692,7 +688,7 @@ class NativeMtpHead(MtpHead):
         blocks = list(net.block) if isinstance(net.block, Blocks) else [net.block]
         source = BlockSource(of_head(self._target.config), blocks, net.norm, self._target)
         self._lm = NativeLM(source, quantize=self._target.quantize)
-        source.forget()
+        source.tensors.clear()
         self.module.block = nn.Identity()  # its weights are packed
         return self._lm.new_cache(1)
 
@@ -741,7 +737,7 @@ class NativeDflashHead(DflashHead):
         self._lm = NativeLM(
             source, quantize="int8" if target.dtype is torch.bfloat16 else target.quantize
         )
-        source.forget()
+        source.tensors.clear()
         words = causal_words(config.block_size)
         self._words = words if config.causal[0] else words[-1:].expand_as(words).contiguous()
 
@@ -762,16 +758,21 @@ class AssistantSource(BlockSource):
         self.name, self.dtype = f"the assistant of {target.name}", target.dtype
         self.config = copy.deepcopy(net.text_config)
         tokens = self.config.vocab_size if net.masked_embedding is None else TINY_VOCABULARY
-        window = self.config.sliding_window + 1
-        changes = {"tie_word_embeddings": True, "vocab_size": tokens, "sliding_window": window}
-        self.config.update(changes | {"pad_token_id": None})
-        self._tensors = {
+        self.config.update(
+            {
+                "tie_word_embeddings": True,
+                "pad_token_id": None,
+                "vocab_size": tokens,
+                "sliding_window": self.config.sliding_window + 1,
+            }
+        )
+        self.tensors = {
             f"model.{name}": value[:tokens] if name.startswith("embed_tokens.") else value
             for name, value in net.model.state_dict().items()
         }
 
     def template(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
 
 class NativeAssistant(AssistantHead):
@@ -794,7 +795,7 @@ class NativeAssistant(AssistantHead):
             instruction_set=lm.instruction_set,
             quantize="int8" if lm.dtype is torch.bfloat16 else lm.quantize,
         )
-        source.forget()
+        source.tensors.clear()
         # of the rest the weights are packed
         net.model = None if net.masked_embedding is None else net.model.embed_tokens
 
@@ -824,8 +825,8 @@ class NativeAssistant(AssistantHead):
         caches = [cast(NativeAssistant, lane.model).followed.cache for lane in lanes]
         lengths = [cache.length for cache in caches]
         embeddings, states = self._net.model, torch.empty_like(inputs)
-        shape = len(inputs), self._target.vocab_size
-        logits = inputs.new_empty(shape) if embeddings is None else None
+        rated = len(inputs), self._target.vocab_size
+        logits = None if embeddings is not None else inputs.new_empty(rated)
         self.weights_of.decoder.forward_from(
             tuple(tokens.new_full((n,), at) for n, at in zip(counts, lengths, strict=True)),
             lengths,
