@@ -69,7 +69,7 @@ class EagleDraft(RowDraft):
             if isinstance(head, EagleRunner)
             else name
         )
-        self.target, self.model_seconds = target, 0.0
+        self.target, self.model_seconds, self.shares = target, 0.0, head.shares
         self._states = torch.zeros(0, head.hidden_size, dtype=head.dtype, device=target.device)
         self._temperatures = torch.tensor(
             head.temperatures, device=target.device, dtype=torch.float32
@@ -235,10 +235,6 @@ class EagleDraft(RowDraft):
         if features is None:
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         super().take(tokens, path, features)
-
-    @property
-    def shares(self) -> bool:  # type: ignore[override]
-        return self.head.shares
 
     def _shared(self, rows: Rows, pass_rows: PassRows) -> HeadRows:
         count, first = rows.tokens.shape[0], pass_rows.one is not None

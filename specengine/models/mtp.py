@@ -277,14 +277,6 @@ class Assistant(nn.Module):
                 Clusters(config, size, dtype) if config.use_ordered_embeddings else None
             )
 
-    def read(self, states: Tensor) -> Tensor:
-        """Return logits of states, float32 [rows, vocabulary]."""
-        head = self.model.embed_tokens.weight
-        chosen = self.masked_embedding
-        return (
-            nn.functional.linear(states, head) if chosen is None else chosen(states, head)
-        ).float()
-
 
 class Clusters(nn.Module):
     """Scores of the tokens in the likeliest clusters alone; all others get one that is lower than these."""
@@ -372,7 +364,9 @@ class AssistantHead(DraftHead):
             is_causal=False,
             logits_to_keep=None,  # all rows: by default transformers slices inputs of single layers, and none are there
         ).last_hidden_state[0]
-        return self._net.read(out), self._net.post_projection(out)
+        read: Any = self._net.masked_embedding or nn.functional.linear
+        logits = read(out, self._net.model.embed_tokens.weight).float()
+        return logits, self._net.post_projection(out)
 
     def _inputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return what the layers read of states and tokens, [rows, hidden size]."""

@@ -808,8 +808,9 @@ class NativeAssistant(AssistantHead):
         features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run rows; `one` may only be the last one."""
-        rated = len(rows) if one is None else 1
-        batch = HeadRows(self, rows, states, sources, features, rated)
+        batch = HeadRows(
+            self, rows, states, sources, features, rated=len(rows) if one is None else 1
+        )
         self.run_lanes([batch])
         return batch.logits, batch.out
 
@@ -825,8 +826,9 @@ class NativeAssistant(AssistantHead):
         caches = [cast(NativeAssistant, lane.model).followed.cache for lane in lanes]
         lengths = [cache.length for cache in caches]
         embeddings, states = self._net.model, torch.empty_like(inputs)
-        rated = len(inputs), self._target.vocab_size
-        logits = None if embeddings is not None else inputs.new_empty(rated)
+        logits = (
+            inputs.new_empty(len(inputs), self._target.vocab_size) if embeddings is None else None
+        )
         self.weights_of.decoder.forward_from(
             tuple(tokens.new_full((n,), at) for n, at in zip(counts, lengths, strict=True)),
             lengths,
