@@ -285,10 +285,8 @@ class Clusters(nn.Module):
         super().__init__()
         self.most, self.count = int(config.centroid_intermediate_top_k), int(config.num_centroids)
         self.centroids = nn.Linear(size, self.count, bias=False, dtype=dtype)
-        vocabulary = config.get_text_config().vocab_size
-        self.register_buffer(
-            "token_ordering", torch.empty(vocabulary, dtype=torch.int64, device="meta")
-        )
+        order = torch.empty(config.get_text_config().vocab_size, dtype=torch.int64, device="meta")
+        self.register_buffer("token_ordering", order)
 
     def forward(self, states: Tensor, head: Tensor) -> Tensor:
         """states: [rows, hidden size]; head: [vocabulary, hidden size]. Returns [rows, vocabulary]."""
