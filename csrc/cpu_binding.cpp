@@ -199,8 +199,8 @@ std::vector<cpu::Place> places_of(const std::vector<std::pair<int64_t, int64_t>>
   return places;
 }
 
-// Of each layer its key-value heads, the size of a head, and the layer whose keys and values it reads, or -1 for its own;
-// empty where all layers have those of the sizes.
+// Of each layer its key-value heads, the size of a head, and the layer whose keys and values it reads, -1 for its own, or
+// -2 - i for those in slab i, which are another model's; empty where all layers have those of the sizes.
 void add_keeps(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& given, const cpu::Heads& heads,
                std::vector<cpu::Place>& places) {
   if (given.empty()) return;
@@ -209,7 +209,8 @@ void add_keeps(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& given, 
     const auto& [keys, size, reads] = given[i];
     const int64_t own[] = {heads.queries, keys, size};
     heads_of(own);
-    require(reads >= -1 && reads < static_cast<int64_t>(i), "keys of layer", reads, "-1, or a layer before");
+    require(reads >= -1 - static_cast<int64_t>(given.size()) && reads < static_cast<int64_t>(i), "keys of layer", reads,
+            "-1, a layer before, or -2 less the number of a slab");
     places[i].keys = keys, places[i].size = size, places[i].reads = reads;
   }
 }
@@ -233,9 +234,9 @@ cpu::Rows rows_of(handle positions, int64_t prefix, int64_t start, handle seen) 
   return rows;
 }
 
-// Keys and values of so many layers or more, with room for the rows.
-border::Tensor take_slab(handle object, int64_t layers, const cpu::Heads& heads, const cpu::Rows& rows) {
-  return border::take_real(object, "slab", {at_least(layers), 2, heads.keys, at_least(rows.start + rows.count), heads.size});
+// Keys and values of so many layers or more, and slots.
+border::Tensor take_slab(handle object, int64_t layers, const cpu::Heads& heads, int64_t slots) {
+  return border::take_real(object, "slab", {at_least(layers), 2, heads.keys, at_least(slots), heads.size});
 }
 
 bool is_half(const border::Tensor& slab) { return slab.dtype == border::DtypeOf<border::bfloat16>::dtype; }
@@ -357,19 +358,41 @@ struct LaneOf {
   std::vector<border::Tensor> slabs;
 };
 
-// slab: a tensor, or a tuple of them where layers have heads of several kinds.
+// slab: a tensor, or a tuple of them where layers have heads of several kinds. Without words, rows of a decoder that reads
+// slabs of another model see the prefix alone.
 LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle slab,
                  int64_t layers) {
   LaneOf lane{rows_of(positions, prefix, start, seen), {}};
   const auto& kinds = model.decoder.kinds();
+  if (model.decoder.passed()) {
+    if (!seen.is_none()) border::refuse("words", border::described(seen), "None, as rows see the prefix alone");
+    lane.rows.see_prefix();
+  }
+  const int64_t slots = model.decoder.passed() ? prefix : start + lane.rows.count;
   const bool many = py::isinstance<py::tuple>(slab);
   const auto count = static_cast<int64_t>(many ? py::len(slab) : 1);
   require(count == static_cast<int64_t>(kinds.size()), "slabs", count, std::to_string(kinds.size()));
   for (size_t kind = 0; kind < kinds.size(); ++kind) {
     const py::object one = many ? py::reinterpret_borrow<py::tuple>(slab)[kind] : py::reinterpret_borrow<py::object>(slab);
-    lane.slabs.push_back(take_slab(one, model.decoder.kept(layers, kind), kinds[kind].heads, lane.rows));
+    lane.slabs.push_back(take_slab(one, model.decoder.kept(layers, kind), kinds[kind].heads, slots));
   }
   return lane;
+}
+
+// Adds the rows and slabs of lanes, one lane's behind another's. Returns how many rows there are.
+int64_t add_lanes(cpu::Decoder::Call& call, const std::vector<LaneOf>& lanes) {
+  int64_t rows = 0;
+  call.half = is_half(lanes[0].slabs[0]);
+  for (const LaneOf& lane : lanes) {
+    call.lanes.push_back(lane.rows);
+    call.lanes.back().first = rows;
+    for (const border::Tensor& slab : lane.slabs) {
+      require(is_half(slab) == call.half, "slab", slab.size(3), "slabs of one dtype");
+      call.slabs.push_back({slab.data, slab.size(3)});
+    }
+    rows += lane.rows.count;
+  }
+  return rows;
 }
 
 // What a forward gives: for all rows, one lane's behind another's.
@@ -393,16 +416,7 @@ int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, c
   const auto& [features, states, logits, chosen, chosen_logits, added, routing] = wanted;
   const cpu::Shape& shape = model.decoder.shape();
   cpu::Decoder::Call call{};
-  int64_t rows = 0;
-  for (const LaneOf& lane : lanes) {
-    call.lanes.push_back(lane.rows);
-    call.lanes.back().first = rows;
-    for (const border::Tensor& slab : lane.slabs) {
-      require(is_half(slab) == is_half(lanes[0].slabs[0]), "slab", slab.size(3), "slabs of one dtype");
-      call.slabs.push_back({slab.data, slab.size(3)});
-    }
-    rows += lane.rows.count;
-  }
+  const int64_t rows = add_lanes(call, lanes);
   const auto ids = take<int64_t>(tokens, "tokens", {rows});
   border::require_below(ids.at(), rows, shape.vocabulary, "tokens");
   border::require_below(features.data(), static_cast<int64_t>(features.size()), shape.layers + 1, "features");
@@ -413,7 +427,7 @@ int64_t forward(Model& model, const std::vector<LaneOf>& lanes, handle tokens, c
   const int64_t count = chosen.is_none() ? 0 : best.size(1);
   require(count <= kMostCount, "best tokens", count, "at most " + std::to_string(kMostCount) + " of a row");
   const auto largest = count ? take<float>(chosen_logits, "best logits", {rows, count}) : border::Array<float>{};
-  call.tokens = ids.at(), call.half = is_half(lanes[0].slabs[0]);
+  call.tokens = ids.at();
   call.features = features, call.states = read.at();
   call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
   call.count = count, call.chosen = best.at(), call.chosen_logits = largest.at();
@@ -440,29 +454,6 @@ int64_t run(Model& model, handle positions, int64_t prefix, int64_t start, handl
   const Wanted wanted{features, states, logits, chosen, chosen_logits, added, routing};
   if (!memory) return forward(model, {lane}, tokens, wanted, layers, threads, {}, {});
   return forward(model, {lane}, tokens, wanted, layers, threads, {memory}, {committed});
-}
-
-// Runs all layers over rows of states, float32 [rows][hidden], instead of tokens; out: behind the final norm, the same.
-void run_from(Model& model, handle positions, int64_t prefix, int64_t start, handle seen, handle inputs, handle slab,
-              handle out, int64_t threads) {
-  const cpu::Shape& shape = model.decoder.shape();
-  require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none behind other inputs");
-  require(model.decoder.own_channels() == 0, "inputs of single layers", model.decoder.own_channels(), "none");
-  const LaneOf lane = take_lane(model, positions, prefix, start, seen, slab, shape.layers);
-  cpu::Decoder::Call call{};
-  call.lanes.push_back(lane.rows);
-  call.half = is_half(lane.slabs[0]);
-  for (const border::Tensor& slab_of : lane.slabs) {
-    require(is_half(slab_of) == call.half, "slab", slab_of.size(3), "slabs of one dtype");
-    call.slabs.push_back({slab_of.data, slab_of.size(3)});
-  }
-  call.inputs = take<float>(inputs, "inputs", {lane.rows.count, shape.hidden}).at();
-  call.features = {shape.layers}, call.states = take<float>(out, "states", {lane.rows.count, shape.hidden}).at();
-  call.first_logits = lane.rows.count, call.layers = shape.layers;
-  const int team = threads_of(threads);
-  py::gil_scoped_release release;
-  const std::lock_guard<std::mutex> turn(model.turn);
-  model.decoder.forward(call, team);
 }
 
 // Return how many lanes there are; sizes: of what there is one of each lane.
@@ -493,6 +484,31 @@ int64_t run_lanes(Model& model, const py::tuple& positions, const std::vector<in
   }
   const Wanted wanted{features, states, logits, chosen, chosen_logits, py::none(), py::none()};
   return forward(model, lanes, tokens, wanted, shape.layers, threads, memories, committed);
+}
+
+// Runs all layers over rows of states, float32 [rows][hidden], instead of tokens; out: behind the final norm, the same;
+// logits: of the last rows, or None. Of each lane positions, prefix, start, words and slab, as in run.
+void run_from(Model& model, const py::tuple& positions, const std::vector<int64_t>& prefixes,
+              const std::vector<int64_t>& starts, const py::tuple& words, handle inputs, const py::tuple& slabs, handle out,
+              handle logits, int64_t threads) {
+  const cpu::Shape& shape = model.decoder.shape();
+  require(shape.recurrence.layers == 0, "layers with a memory", shape.recurrence.layers, "none behind other inputs");
+  require(model.decoder.own_channels() == 0, "inputs of single layers", model.decoder.own_channels(), "none");
+  const size_t count = require_lanes(positions, {prefixes.size(), starts.size(), words.size(), slabs.size()});
+  std::vector<LaneOf> lanes;
+  for (size_t i = 0; i < count; ++i)
+    lanes.push_back(take_lane(model, positions[i], prefixes[i], starts[i], words[i], slabs[i], shape.layers));
+  cpu::Decoder::Call call{};
+  const int64_t rows = add_lanes(call, lanes);
+  const auto rated = take_logits(logits, rows, shape.vocabulary);
+  call.inputs = take<float>(inputs, "inputs", {rows, shape.hidden}).at();
+  call.features = {shape.layers}, call.states = take<float>(out, "states", {rows, shape.hidden}).at();
+  call.logits = rated.at(), call.first_logits = logits.is_none() ? rows : rows - rated.size(0);
+  call.layers = shape.layers;
+  const int team = threads_of(threads);
+  py::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(model.turn);
+  model.decoder.forward(call, team);
 }
 
 // One lane of a head's forward, and what its hidden states are.
@@ -547,7 +563,7 @@ void forward_head(Draft& draft, const Model& target, const std::vector<HeadLane>
 
 LaneOf take_slot(const Draft& draft, handle positions, int64_t prefix, int64_t start, handle seen, handle slab) {
   LaneOf lane{rows_of(positions, prefix, start, seen), {}};
-  lane.slabs.push_back(take_slab(slab, 1, draft.head.shape().heads, lane.rows));
+  lane.slabs.push_back(take_slab(slab, 1, draft.head.shape().heads, lane.rows.start + lane.rows.count));
   return lane;
 }
 
@@ -590,7 +606,7 @@ void raise_checkpoint_errors() {
 PYBIND11_MODULE(_cpu, module) {
   border::start();
   raise_checkpoint_errors();
-  module.attr("INTERFACE") = 21;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 22;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -684,7 +700,8 @@ PYBIND11_MODULE(_cpu, module) {
         std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
         add_keeps(keeps, shape.heads, of);
         for (const cpu::Place& place : of)
-          require(!shape.latent.rank || !place.keys || (place.keys == 1 && place.size == shape.heads.size && place.reads < 0),
+          require(!shape.latent.rank || !place.keys || (place.keys == 1 && place.size == shape.heads.size &&
+                                                             place.reads == cpu::Place::kOwn),
                   "keeps", place.size, "those of the sizes, with latent attention");
         const cpu::Weights& known = given(weights);
         known.require_numerics(numerics);

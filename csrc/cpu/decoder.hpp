@@ -342,12 +342,14 @@ struct Shape {
 
 // Where the layers of a network differ.
 struct Place {
-  static constexpr int64_t kOwn = -1;
+  static constexpr int64_t kOwn = -1, kPassed = -2;
 
   int rope;        // of the network's tables, or Layer::kNone
   int64_t window;  // or 0
   int64_t keys = 0, size = 0;  // key-value heads, and channels of a head; 0: those of the shape
-  int64_t reads = kOwn;        // the layer before whose keys and values it reads, or its own
+  // The layer before whose keys and values it reads, or its own. Or kPassed - i: it reads the one layer of the i-th slab of
+  // a lane, which holds another model's and is not written.
+  int64_t reads = kOwn;
 };
 
 // Inputs of single layers: of each token as many numbers for each layer, made of an embedding and of the first states.
@@ -386,6 +388,10 @@ class Decoder {
       gated_.try_emplace(layers_.back().network.wide().panels);
     }
     if (kinds_.empty()) kinds_.push_back({shape.heads, 0});
+    for (const Kind& kind : kinds_)
+      if (passed_ && (!kind.heads.size || kind.layers))
+        throw std::invalid_argument("keys: got a slab that no layer reads, or layers that write one beside those that do "
+                                    "not, accepted passed slabs for all layers");
   }
 
   // Heads of the layers whose keys and values stand in one slab.
@@ -472,9 +478,11 @@ class Decoder {
   }
   // Return how many layers of keys and values that is: two layers' latents stand in the place of one layer's.
   int64_t kept(int64_t layers, size_t kind) const {
-    const int64_t own = attending(layers, kind);
+    const int64_t own = passed_ ? 1 : attending(layers, kind);
     return shape_.latent.rank ? (own + 1) / 2 : own;
   }
+  // Return whether all slabs are another model's: rows see their prefix alone.
+  bool passed() const { return passed_; }
   const Kernels& kernels() const { return space_.kernels; }
 
  private:
@@ -505,6 +513,7 @@ class Decoder {
     if (layer.rope != Layer::kNone && 2 * ropes_[static_cast<size_t>(layer.rope)].half() > size)
       throw std::invalid_argument("frequencies: got " + std::to_string(ropes_[static_cast<size_t>(layer.rope)].half()) +
                                   ", accepted up to " + std::to_string(size / 2) + " for heads of " + std::to_string(size));
+    if (place.reads <= Place::kPassed) return add_passed(static_cast<size_t>(Place::kPassed - place.reads));
     if (place.reads != Place::kOwn) {
       const bool known = place.reads >= 0 && place.reads < static_cast<int64_t>(kept_.size());
       const Kept* source = known ? &kept_[static_cast<size_t>(place.reads)] : nullptr;
@@ -517,6 +526,19 @@ class Decoder {
     while (kind < kinds_.size() && !(kinds_[kind].heads == layer.heads)) ++kind;
     if (kind == kinds_.size()) kinds_.push_back({layer.heads, 0});
     kept_.push_back({kind, kinds_[kind].layers++, true, true});
+  }
+
+  // Says that the last layer reads a slab that is passed.
+  void add_passed(size_t slab) {
+    const Heads& heads = layers_.back().heads;
+    passed_ = true;
+    if (slab >= kinds_.size()) kinds_.resize(slab + 1, {{0, 0, 0}, 0});
+    Kind& kind = kinds_[slab];
+    if (!kind.heads.size) kind.heads = heads;
+    if (!(kind.heads == heads))
+      throw std::invalid_argument("keys: got layers of other heads for slab " + std::to_string(slab) +
+                                  ", accepted one of the same heads for all that read it");
+    kept_.push_back({slab, 0, true, false});
   }
 
   void add_own_inputs(const Weights& weights) {
@@ -758,6 +780,7 @@ class Decoder {
   std::vector<Layer> layers_;
   std::vector<Kept> kept_;  // of each layer
   std::vector<Kind> kinds_;
+  bool passed_ = false;  // whether all slabs are another model's
   OwnInputs own_;
   std::map<int64_t, Buffer<uint32_t>> attended_, gated_;  // by channels, and by panels of gates
   Buffer<uint32_t> own_gated_;

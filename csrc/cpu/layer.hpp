@@ -170,6 +170,12 @@ struct Rows {
     return bit / 64 < words && (seen[(row - first) * words + bit / 64] >> bit % 64 & 1);
   }
 
+  // Has all rows see the prefix alone, not even themselves.
+  void see_prefix() {
+    static constexpr uint64_t kNone = 0;
+    seen = &kNone, words = 0;
+  }
+
   // The cache slot of a row of the forward.
   int64_t slot_of(int64_t row) const { return start + row - first; }
 };

@@ -35,7 +35,7 @@ from specengine.models.mtp import (
     parts_in,
 )
 from specengine.models.native import NativeLM
-from specengine.models.native.lm import NativeMtpHead
+from specengine.models.native.lm import NativeAssistant, NativeMtpHead
 
 _OUTSIDE = {  # of a head's block, by their names in GGUF files
     "fc.weight": "nextn.eh_proj.weight",
@@ -164,10 +164,14 @@ def load_assistant(
         }
     elif folder is not None:
         state = {key: tensor.read(0, tensor.shape[0]) for key, tensor in _tensors(folder).items()}
-    state.pop(net.tied, None)
+    state.pop("lm_head.weight", None)  # the embeddings, again
     _fill(net, state, target.dtype, f"{folder or name}: its tensors do not fit its config")
     with_buffers(net.model)
-    return AssistantHead(net.to(target.lm.device), target)
+    net = net.to(target.lm.device)
+    if isinstance(target.lm, NativeLM):
+        with contextlib.suppress(UnsupportedModelError):
+            return NativeAssistant(net, target)
+    return AssistantHead(net, target)
 
 
 def _in_file(source: GGUFSource) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class EagleDraft(RowDraft):
             if isinstance(head, EagleRunner)
             else name
         )
-        self.target, self.model_seconds = target, 0.0
+        self.target, self.model_seconds, self.shares = target, 0.0, head.shares
         self._states = torch.zeros(0, head.hidden_size, dtype=head.dtype, device=target.device)
         self._temperatures = torch.tensor(
             head.temperatures, device=target.device, dtype=torch.float32
@@ -237,17 +237,15 @@ class EagleDraft(RowDraft):
             raise InputError("features: an EAGLE draft needs a target that gives its hidden states")
         super().take(tokens, path, features)
 
-    @property
-    def shares(self) -> bool:  # type: ignore[override]
-        return isinstance(self.head, NativeHead)
-
     def _shared(self, rows: Rows, pass_rows: PassRows) -> HeadRows:
-        return cast(NativeHead, self.head).asked(
+        count, first = rows.tokens.shape[0], pass_rows.one is not None
+        return HeadRows(
+            cast(Any, self.head),
+            rows,
             self._states,
             pass_rows.sources,
-            rows,
-            pass_rows.one,
-            None if pass_rows.one is None else self._features[: rows.tokens.shape[0]],
+            self._features[:count] if first else None,
+            1 if first else count,
         )
 
     def _run(
@@ -263,7 +261,7 @@ class EagleDraft(RowDraft):
                 self._states, pass_rows.sources, rows, pass_rows.one, unread
             )
         else:
-            logits, states = shared.logits, shared.out[-len(shared.logits) :]
+            logits, states = shared.logits, shared.out
             self.model_seconds += shared.seconds
         self._states.index_copy_(0, pass_rows.targets, states[: len(pass_rows.targets)])
         if pass_rows.factors is not None:

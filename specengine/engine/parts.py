@@ -37,7 +37,7 @@ from specengine.errors import (
 from specengine.models import Target, common_prefix
 from specengine.models import free_memory as free_memory
 from specengine.models.mtp import AssistantHead
-from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeHead, NativeTarget, RowBatch
+from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeTarget, RowBatch
 from specengine.models.native.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
@@ -440,15 +440,11 @@ class Pool:
         shared = self._costs.get(engine)
         if shared is None or shared.others != others:
             alone = find() if shared is None else shared.alone
-            head = (
-                None
-                if engine.drafter is None
-                else getattr(drafters.innermost(engine.drafter), "head", None)
-            )
+            source = None if engine.drafter is None else drafters.innermost(engine.drafter)
             shared = alone.beside(
                 others,
                 resting=lambda: self.scheduler.pace.rests,
-                joined=isinstance(head, NativeHead),
+                joined=getattr(source, "shares", False),
                 forward=self.scheduler.take_last_forward,
             )
             self._costs[engine] = shared

@@ -425,6 +425,7 @@ class DraftHead(ABC):
     target_ids    int64 [draft vocabulary], the target's token of each column of its logits; None: they are the same
     weights       modules whose weights it reads; reads: further tensors, which CUDA graphs read where they are
     multiple      rows by which `extend` pads its rows
+    shares        whether its `run_lanes` runs rows of several texts
     """
 
     cache: KVCache
@@ -433,6 +434,7 @@ class DraftHead(ABC):
     weights: tuple[nn.Module, ...] = ()
     reads: tuple[Tensor, ...] = ()
     multiple = 1
+    shares = False
 
     def __init__(
         self,

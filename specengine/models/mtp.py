@@ -276,15 +276,6 @@ class Assistant(nn.Module):
             self.masked_embedding = (
                 Clusters(config, size, dtype) if config.use_ordered_embeddings else None
             )
-        self.tied = "lm_head.weight"  # the embeddings, again
-
-    def read(self, states: Tensor) -> Tensor:
-        """Return logits of states, float32 [rows, vocabulary]."""
-        head = self.model.embed_tokens.weight
-        chosen = self.masked_embedding
-        return (
-            nn.functional.linear(states, head) if chosen is None else chosen(states, head)
-        ).float()
 
 
 class Clusters(nn.Module):
@@ -294,10 +285,8 @@ class Clusters(nn.Module):
         super().__init__()
         self.most, self.count = int(config.centroid_intermediate_top_k), int(config.num_centroids)
         self.centroids = nn.Linear(size, self.count, bias=False, dtype=dtype)
-        vocabulary = config.get_text_config().vocab_size
-        self.register_buffer(
-            "token_ordering", torch.empty(vocabulary, dtype=torch.int64, device="meta")
-        )
+        order = torch.empty(config.get_text_config().vocab_size, dtype=torch.int64, device="meta")
+        self.register_buffer("token_ordering", order)
 
     def forward(self, states: Tensor, head: Tensor) -> Tensor:
         """states: [rows, hidden size]; head: [vocabulary, hidden size]. Returns [rows, vocabulary]."""
@@ -320,7 +309,7 @@ class AssistantHead(DraftHead):
     def __init__(self, net: Assistant, target: CachedTarget) -> None:
         self._net: Any = net.eval().requires_grad_(False)
         self.weights = (net,)
-        self._target, self._keeper = target.lm, target
+        self._target, self.followed = target.lm, target
         text, device = net.text_config, target.lm.device
         self.dtype, self._window = target.dtype, int(text.sliding_window)
         # of Gemma's embeddings
@@ -338,7 +327,7 @@ class AssistantHead(DraftHead):
 
     def follow(self, target: CachedTarget) -> None:
         """Read another text's committed tokens from here on; target: over the same model."""
-        self._keeper = target
+        self.followed = target
 
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
         """Do nothing: rows are counted, and none is run."""
@@ -357,11 +346,7 @@ class AssistantHead(DraftHead):
         )
         if one is not None:
             hidden, tokens = hidden.index_select(0, one), tokens.index_select(0, one)
-        embeddings = self._target.embed(tokens).to(self.dtype) * self._scale
-        inputs = self._net.pre_projection(torch.cat((embeddings, hidden.to(self.dtype)), dim=-1))[
-            None
-        ]
-        cache = self._keeper.cache
+        cache = self.followed.cache
         end, near = cache.length, max(cache.length - self._window - 1, 0)
         # of the committed tokens that are in sight, [1, KV heads, tokens, head size] each
         keys = {
@@ -369,18 +354,28 @@ class AssistantHead(DraftHead):
             for kind, (slab, layer) in self._slabs.items()
         }
         out = self._net.model(
-            inputs_embeds=inputs,
-            position_ids=self._keeper.cache.filled.long().expand(1, len(tokens)),
+            inputs_embeds=self._inputs(hidden, tokens)[None],
+            position_ids=self.followed.cache.filled.long().expand(1, len(tokens)),
             attention_mask=dict.fromkeys(keys),
             shared_kv_states=keys,
             use_cache=False,
             is_causal=False,
             logits_to_keep=None,  # all rows: by default transformers slices inputs of single layers, and none are there
         ).last_hidden_state[0]
-        return self._net.read(out), self._net.post_projection(out)
+        read: Any = self._net.masked_embedding or nn.functional.linear
+        logits = read(out, self._net.model.embed_tokens.weight).float()
+        return logits, self._net.post_projection(out)
+
+    def _inputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return what the layers read of states and tokens, [rows, hidden size]."""
+        embeddings = self._target.embed(tokens).to(self.dtype) * self._scale
+        inputs: Tensor = self._net.pre_projection(
+            torch.cat((embeddings, hidden.to(self.dtype)), dim=-1)
+        )
+        return inputs
 
     def _find_slabs(self) -> dict[str, tuple[int, int]]:
-        """Return by the assistant's types of layers the slab, and the layer in it, that these read."""
+        """Return the slab that each type of its layers reads, and the layer in it; types in alphabetical order."""
         lm, text = self._target, self._net.text_config
         config = lm.config.get_text_config(decoder=True)
         types, needed = getattr(config, "layer_types", None) or [], set(text.layer_types)
@@ -390,20 +385,21 @@ class AssistantHead(DraftHead):
             f"draft: an assistant reads the keys of Gemma 4; {config.model_type} has none such",
             needed <= last.keys(),
         )
-        slabs = dict[str, tuple[int, int]]()
-        for kind in needed:
-            number = last[kind]
-            slabs[kind] = 0, number
-            if len(self._keeper.cache.slabs) > 1:
-                sizes = [
-                    (at.kv_heads, at.head_dim)
-                    for at in (family_of(config).shape_at(config, i) for i in owners)
-                ]
-                slab = list(dict.fromkeys(sizes)).index(sizes[number])
-                slabs[kind] = slab, sizes[:number].count(sizes[number])
+        sizes = [(0, 0)] * len(owners)
+        if len(self.followed.cache.slabs) > 1:
+            shapes = [family_of(config).shape_at(config, number) for number in owners]
+            sizes = [(shape.kv_heads, shape.head_dim) for shape in shapes]
+        slabs = {
+            kind: (
+                list(dict.fromkeys(sizes)).index(sizes[number]),
+                sizes[:number].count(sizes[number]),
+            )
+            for kind, number in sorted(last.items())
+            if kind in needed
+        }
         for layer, kind in zip(self._net.model.layers, text.layer_types, strict=True):
             slab, number = slabs[kind]
-            keys, reader = self._keeper.cache.layer(number, slab=slab)[0], layer.self_attn
+            keys, reader = self.followed.cache.layer(number, slab=slab)[0], layer.self_attn
             heads, size = keys.shape[1], keys.shape[3]
             require_input(
                 f"draft: the assistant reads heads of {reader.head_dim} channels, "

@@ -259,8 +259,22 @@ MEMORY_OF = 13  # the place of a memory in the arguments of a forward; how many 
 
 
 def forward_from_inputs(m: Memory) -> Arguments:
-    where = forward_of_decoder(m)
-    return [*where[:4], real(m, ROWS, HIDDEN), where[5], real(m, ROWS, HIDDEN), 1]
+    """Return the rows of `lanes_of_decoder`, as inputs instead of tokens."""
+    words = m.put(torch.tensor([[1], [3], [5]])), m.put(torch.tensor([[1]]))
+    where = (whole(m, 4, 5, 5), whole(m, 2)), [4, 2], [4, 2], words
+    slabs, rated = (slab(m), slab(m)), real(m, 2, VOCABULARY)
+    return [*where, real(m, ROWS + 1, HIDDEN), slabs, real(m, ROWS + 1, HIDDEN), rated, 1]
+
+
+def passed(cpu: Any, *reads: int) -> Any:
+    """Return a decoder whose layers read slabs that another model wrote, by default the second one's first."""
+    return decoder(cpu, keeps=[(*HEADS[1:], number) for number in reads or (-3, -2)])
+
+
+def forward_of_passed(m: Memory) -> Arguments:
+    arguments = forward_from_inputs(m)
+    slabs = (slab(m, 1), slab(m, 1)), (slab(m, 1), slab(m, 1))
+    return [*arguments[:3], (None, None), arguments[4], slabs, *arguments[6:]]
 
 
 def forward_of_mamba(m: Memory) -> Arguments:
@@ -336,7 +350,8 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "decoder": (decoder, "forward", forward_of_decoder, {3, 8, 9, 13, 15, 16}),
     "routed": (routed, "forward", forward_of_routed, {3, 8, 9, 13, 15, 16}),
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
-    "from": (decoder, "forward_from", forward_from_inputs, {3}),
+    "from": (decoder, "forward_from", forward_from_inputs, {(3, 0), (3, 1), 7}),
+    "passed": (passed, "forward_from", forward_of_passed, {(3, 0), (3, 1), 7}),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15, 16}),
     "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15, 16}),
     "read": (

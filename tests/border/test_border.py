@@ -30,6 +30,7 @@ from tests.border.networks import (
     decoder,
     hybrid,
     mamba,
+    passed,
     routed,
     sparse,
     uneven,
@@ -81,7 +82,7 @@ def test_every_function_is_called() -> None:
         for name in vars(getattr(_cpu, kind))
         if name[0] != "_"
     }
-    decoders = {hybrid, mamba, routed, uneven}
+    decoders = {hybrid, mamba, passed, routed, uneven}
     kinds = {
         make: "Decoder" if make in decoders else make.__name__.capitalize()
         for make, *_ in CPU.values()

@@ -22,12 +22,15 @@ from tests.border.networks import (
     NO_ROUTING,
     NUMBERS,
     OWN,
+    SLOTS,
     VOCABULARY,
     decoder,
     eagle,
+    forward_of_passed,
     forward_of_uneven,
     hybrid,
     mamba,
+    passed,
     sparse,
     uneven,
     weights,
@@ -224,9 +227,16 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"keeps": [(2, 8, -1)]}, "keeps: got 1, accepted one of each layer, or none"),
         (
             {"keeps": [(*HEADS[1:], 0), (*HEADS[1:], -1)]},
-            "keys of layer: got 0, accepted -1, or a layer before",
+            "keys of layer: got 0, accepted -1, a layer before, or -2 less the number of a slab",
         ),
-        ({"keeps": [(*HEADS[1:], -1), (*HEADS[1:], -2)]}, "keys of layer: got -2"),
+        ({"keeps": [(*HEADS[1:], -2), (*HEADS[1:], -4)]}, "keys of layer: got -4"),
+        (
+            {"keeps": [(*HEADS[1:], -1), (*HEADS[1:], -2)]},
+            "keys: got a slab that no layer reads, or layers that write one",
+        ),
+        ({"keeps": [(*HEADS[1:], -3)] * 2}, "keys: got a slab that no layer reads"),
+        ({"keeps": [(*HEADS[1:], -2), (4, 8, -2)]}, "keys: got layers of other heads for slab 0"),
+        ({"keeps": [(*HEADS[1:], -2), (*HEADS[1:], 0)]}, "keys: got those of layer 0"),
         (
             {"keeps": [(*HEADS[1:], -1), (HEADS[1], 7, -1)]},
             "head size: got 7, accepted an even number",
@@ -274,6 +284,10 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         (
             {"traits": {"latent": LATENT}, "sizes": WIDE, "keeps": [(1, 8, -1)] * 2},
             "keeps: got 8, accepted those of",
+        ),
+        (
+            {"traits": {"latent": LATENT}, "sizes": WIDE, "keeps": [(1, 40, -2), (1, 40, -3)]},
+            "keeps: got 40, accepted those of",
         ),
         ({"traits": {"latent": LATENT}, "sizes": WIDE}, "q_proj"),
     ],
@@ -340,6 +354,41 @@ def test_a_layer_may_read_the_keys_of_one_before() -> None:
     )
     network.forward(*arguments[:5], arguments[5][0], *arguments[6:])  # one layer's keys and values
     assert memory.intact()
+
+
+def test_slabs_of_another_model_are_read_and_never_written() -> None:
+    """Each lane's rows see its prefix alone, which may be no slot or all that there are."""
+    memory = Memory()
+    network, arguments = passed(_cpu), forward_of_passed(memory)
+    slabs = [slab for lane in arguments[5] for slab in lane]
+    before = [slab.clone() for slab in slabs]
+    for prefixes in ([SLOTS, 2], [0, SLOTS]):
+        arguments[1] = arguments[2] = prefixes
+        arguments[6].fill_(math.nan)
+        network.forward_from(*arguments)
+        assert torch.isfinite(arguments[6]).all()
+        for slab, other in zip(slabs, before, strict=True):
+            assert torch.equal(slab, other)
+    states = arguments[6].clone()
+    slabs[0].add_(1.0)  # the second layer's, of the lane that sees no slot
+    network.forward_from(*arguments)
+    assert torch.equal(arguments[6], states)
+    slabs[2].add_(1.0)
+    network.forward_from(*arguments)
+    assert not torch.equal(arguments[6][-1], states[-1])
+    assert memory.intact()
+    words = (torch.ones(3, 1, dtype=torch.int64), None)
+    for place, other, refusal in (
+        (1, [SLOTS + 1, 2], "prefix: got 17"),
+        (3, words, "words: got .*, accepted None, as rows see the prefix alone"),
+        (5, (arguments[5][0], arguments[5][1][:1]), "slabs: got 1, accepted 2"),
+        (5, arguments[5][:1], "lanes: got 1, accepted 2, one of each lane"),
+    ):
+        with pytest.raises(ValueError, match=refusal):
+            network.forward_from(*arguments[:place], other, *arguments[place + 1 :])
+    arguments[1] = arguments[2] = [SLOTS + 1, 2]
+    with pytest.raises(ValueError, match="slab: got"):
+        network.forward_from(*arguments)
 
 
 @pytest.mark.parametrize(

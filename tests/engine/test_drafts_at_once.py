@@ -124,10 +124,17 @@ def refuse(*_: Any) -> None:
     raise UnsupportedModelError("native: no such block")
 
 
-def of_assistant(folder: Path, patch: pytest.MonkeyPatch) -> Engine:
-    assistant(folder, patch)
-    options = {"backend": "native", "lookup": False, "tokenizer": byte_tokenizer()}
-    return Engine.from_pretrained(tiny("gemma4_text"), str(folder), "eagle", **options)
+def of_assistant(*, native: bool = True) -> Made:
+    def made(folder: Path, patch: pytest.MonkeyPatch) -> Engine:
+        assistant(folder, patch)
+        if not native:
+            patch.setattr("specengine.checkpoints.mtp.NativeAssistant", refuse)
+        options = {"backend": "native", "lookup": False, "tokenizer": byte_tokenizer()}
+        found = Engine.from_pretrained(tiny("gemma4_text"), str(folder), "eagle", **options)
+        patch.undo()
+        return found
+
+    return made
 
 
 KINDS: dict[str, Made] = {
@@ -150,7 +157,8 @@ KINDS: dict[str, Made] = {
     **{f"mtp {name}": mtp(name) for name in (*QWEN, "deepseek_v3", "glm4_moe", NEMOTRON)},
     "mtp torch": mtp("glm4_moe", native=False),
     "mtp torch, latent keys": mtp("deepseek_v3", native=False),
-    "assistant": of_assistant,
+    "assistant": of_assistant(),
+    "assistant, torch": of_assistant(native=False),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -24,7 +24,7 @@ from specengine.engine import Pool, scheduler
 from specengine.errors import InputError
 from specengine.models.extension import WITH_PAIRS
 from specengine.models.kv_cache import Rows
-from specengine.models.native import NativeHead, NativeLM, NativeTarget, RowBatch
+from specengine.models.native import HeadRows, NativeHead, NativeLM, NativeTarget, RowBatch
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.engine.lanes import KINDS, engine_of, lm_of, prompts
@@ -139,21 +139,21 @@ def test_a_heads_rows_do_not_depend_on_other_texts(kind: str, instructions: str)
         rows = Rows(tree.tokens, tree.depths + length, tree.ancestors, slot, slot.int(), live)
         one = torch.tensor([count - 1]) if lane == 1 else None
         features = normal(count, width) if lane % 2 else None
-        given.append((own, (normal(count, 32), torch.arange(count) // 2, rows, one, features)))
-        lanes.append(own.asked(*given[-1][1]))
+        states, sources = normal(count, 32), torch.arange(count) // 2
+        given.append((own, (states, sources, rows, one, features)))
+        rated = count if one is None else 1
+        lanes.append(HeadRows(own, rows, states, sources, features, rated))
     slabs = [lane.model.cache.slab for lane in lanes]
     kept = [slab.clone() for slab in slabs]
     alone = [own.forward(*arguments) for own, arguments in given]
     left = [slab.clone() for slab in slabs]
     for lane, slab in zip(lanes, kept, strict=True):
         lane.model.cache.slab.copy_(slab)
-        lane.out.fill_(float("nan"))
-        lane.logits.fill_(float("nan"))
     head.run_lanes(lanes)
     for lane, (logits, out), slab in zip(lanes, alone, left, strict=True):
         assert torch.isfinite(lane.out).all()
         assert torch.equal(lane.logits, logits)
-        assert torch.equal(lane.out[-len(out) :], out)
+        assert torch.equal(lane.out, out)
         assert torch.equal(lane.model.cache.slab.nan_to_num(7.0), slab.nan_to_num(7.0))
 
 

@@ -182,6 +182,55 @@ void test_chosen(const cpu::Kernels& kernels) {
   run("nothing is chosen", 0);
 }
 
+// Layers that read another network's keys and values give the bits of layers that wrote them, where the rows see those
+// alone. They stand at one position, see up to `prompt` slots, and write nowhere.
+void test_passed(const cpu::Kernels& kernels, int64_t prompt, bool half) {
+  const Kind kind = kernels.pairs ? Kind::bf16 : Kind::f32;
+  Blocks blocks;
+  blocks.windows = {33, 0};
+  const ToyDecoder toy({kind, kind, 48, 37, 53, {4, 2, 16}, half, false, true, false, blocks});
+  constexpr int64_t kNodes = 19;
+  const int64_t capacity = prompt + kNodes, heads = kLayers * 2 * toy.shape.heads.keys;
+  const Slab slab(slab_bytes(toy.shape, kLayers, capacity)), passed(slab_bytes(toy.shape, kLayers, prompt));
+  Network own(toy, kernels), reads(toy, kernels, true);
+  if (prompt) own.run(Ask::in_order(random_tokens(prompt, 52), 0), slab, capacity);
+  for (int64_t head = 0; head < heads; ++head)
+    std::copy_n(slab.data() + head * (slab.size() / heads), passed.size() / heads,
+                passed.data() + head * (passed.size() / heads));
+  const std::vector<uint64_t> none(kNodes);
+  Ask ask{random_tokens(kNodes, 52), std::vector<int64_t>(kNodes, prompt), prompt, prompt, &none};
+  const Given wanted = own.run(ask, slab, capacity);
+  const Slab before = copied(passed);
+  ask.seen = nullptr;
+  for (const int threads : {1, 3}) {
+    const Given given = reads.run(ask, passed, prompt, threads);
+    expect(given == wanted, kernels, "another network's keys and values", prompt);
+    for (const auto& states : given.states) expect(!all_nan(states), kernels, "states of passed slabs", prompt);
+  }
+  expect(passed.values() == before.values(), kernels, "a passed slab", prompt);
+}
+
+// Slabs that are passed are those of all layers, or of none, and of the heads of all that read them.
+void test_refused_slabs() {
+  const cpu::Kernels& kernels = *cpu::available_kernels()[0];
+  const Kind kind = kernels.pairs ? Kind::bf16 : Kind::f32;
+  const ToyDecoder toy({kind, kind, 48, 37, 53, {4, 2, 16}, false, false, false, false});
+  const auto refuses = [&](int64_t first, int64_t second, int64_t size) {
+    const cpu::Shape sizes{kLayers, 48, 53, toy.shape.heads, {48, kEps}};
+    std::vector<cpu::Place> places{{0, 0, 2, 16, first}, {0, 0, 2, size, second}};
+    try {
+      cpu::Decoder(kernels, sizes, toy.toy.weights, {rope_of(toy.shape)}, places);
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  constexpr int64_t kOwn = cpu::Place::kOwn, kPassed = cpu::Place::kPassed;
+  expect(!refuses(kPassed, kPassed, 16) && !refuses(kPassed - 1, kPassed, 16), kernels, "passed slabs", 2);
+  expect(refuses(kPassed, kOwn, 16) && refuses(kOwn, kPassed, 16), kernels, "passed slabs beside others", 2);
+  expect(refuses(kPassed - 1, kPassed - 1, 16) && refuses(kPassed, 0, 16), kernels, "slabs that none reads", 2);
+}
+
 Blocks windows(int64_t first, int64_t second) {
   Blocks blocks;
   blocks.windows = {first, second};
@@ -296,7 +345,12 @@ void test_decoder() {
     for (const cpu::Kernels* kernels : cpu::available_kernels())
       if (multiplies(*kernels, shape.kind)) test.run(*kernels);
   }
-  for (const cpu::Kernels* kernels : cpu::available_kernels()) test_chosen(*kernels);
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    test_chosen(*kernels);
+    for (const int64_t prompt : {0, 1, 32, 75})
+      for (const bool half : {false, true}) test_passed(*kernels, prompt, half);
+  }
+  test_refused_slabs();
 }
 
 }  // namespace cpu_test

@@ -105,7 +105,7 @@ struct Network::Decoder : cpu::Decoder {
   using cpu::Decoder::Decoder;
 };
 
-Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(toy.shape) {
+Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels, bool passed) : shape_(toy.shape), passed_(passed) {
   const Blocks& blocks = shape_.blocks;
   const auto activation = blocks.clamped ? cpu::Activation::clamped
                           : blocks.plain ? cpu::Activation::relu
@@ -117,7 +117,8 @@ Network::Network(const ToyDecoder& toy, const cpu::Kernels& kernels) : shape_(to
                          blocks.recurrence};
   const std::vector<cpu::Rope> ropes{rope_of(first_positions(shape_)), rope_of(second_positions(shape_))};
   const int second = blocks.second_turned ? 1 : cpu::Layer::kNone;
-  const std::vector<cpu::Place> places{{0, shape_.window(0)}, {second, shape_.window(1)}};
+  std::vector<cpu::Place> places{{0, shape_.window(0)}, {second, shape_.window(1)}};
+  if (passed) places[0].reads = cpu::Place::kPassed, places[1].reads = cpu::Place::kPassed - 1;
   decoder_ = std::make_unique<Decoder>(kernels, sizes, toy.toy.weights, ropes, places);
 }
 
@@ -138,6 +139,10 @@ Given Network::run(const Ask& ask, const Slab& slab, int64_t capacity, int threa
   if (ask.seen) lane.seen = ask.seen->data(), lane.words = static_cast<int64_t>(ask.seen->size()) / rows;
   call.tokens = ask.tokens.data();
   call.slabs.push_back({slab.data(), capacity});
+  if (passed_) {
+    call.slabs.push_back({slab.data() + slab_bytes(shape_, 1, capacity), capacity});
+    lane.see_prefix();
+  }
   call.half = shape_.half;
   call.features = counting(0, kLayers + 1), call.states = states.data();
   call.logits = logits.data(), call.first_logits = ask.first_logits;

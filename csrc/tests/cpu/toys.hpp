@@ -93,7 +93,8 @@ class ToyDecoder {
 // cpu::Decoder of a toy, compiled in one place.
 class Network {
  public:
-  Network(const ToyDecoder& toy, const cpu::Kernels& kernels);
+  // passed: each layer reads a slab of its own, [2][key-value heads][capacity][size], which another network wrote.
+  Network(const ToyDecoder& toy, const cpu::Kernels& kernels, bool passed = false);
   ~Network();
 
   cpu::Memory memory() const;  // of no token
@@ -104,6 +105,7 @@ class Network {
  private:
   struct Decoder;
   const ToyShape shape_;
+  const bool passed_;
   std::unique_ptr<Decoder> decoder_;
 };
 

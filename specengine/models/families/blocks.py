@@ -68,7 +68,8 @@ class Place(NamedTuple):
     rope    the key of its parameters in the config's `rope_parameters`; empty if all layers share them, None if the
             layer turns nothing
     window  how many places a token sees, including its own; None for all
-    reads   the layer before whose keys and values it reads; None if it has its own
+    reads   the layer before whose keys and values it reads, or -2 less the number of another model's layer; None if it
+            has its own
     """
 
     rope: str | None

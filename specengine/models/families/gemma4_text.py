@@ -32,13 +32,15 @@ ATTENTION = Attention(
 def reads(config: Any, number: int) -> int | None:
     """Return the layer whose keys and values a layer reads, the last of its type that has some; None for its own.
 
-    -1 where no layer of its type has any, which transformers refuses.
+    Where no layer of its type has any, -2 less the number of its type among the config's, in alphabetical order: of an
+    assistant, whose target has them.
     """
     first = config.num_hidden_layers - config.num_kv_shared_layers
     if number < first:
         return None
     types = config.layer_types
-    return max((other for other in range(first) if types[other] == types[number]), default=-1)
+    owners = (other for other in range(first) if types[other] == types[number])
+    return max(owners, default=-2 - sorted(set(types)).index(types[number]))
 
 
 def attention(config: Any, number: int) -> Attention:

@@ -6,13 +6,14 @@ plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ from specengine.models.kv_cache import (
     causal_words,
     in_own_dtype,
 )
-from specengine.models.mtp import Blocks, MtpHead, of_head
+from specengine.models.mtp import Assistant, AssistantHead, Blocks, MtpHead, of_head
 from specengine.models.native.weights import (
     KIND_OF,
     TINY_VOCABULARY,
@@ -327,13 +328,14 @@ class NativeLM:
         states = torch.empty_like(inputs)
         with self._turn:
             self.packing.decoder.forward_from(
-                positions.contiguous(),
-                prefix,
-                start,
-                None if words is None else words.contiguous(),
+                (positions.contiguous(),),
+                [prefix],
+                [start],
+                (None if words is None else words.contiguous(),),
                 inputs,
-                cache.slabs,
+                (cache.slabs,),
                 states,
+                None,
                 team.get() or torch.get_num_threads(),
             )
         return states
@@ -485,23 +487,25 @@ class NativeLM:
 
 @dataclass(eq=False)
 class HeadRows(SharedRows):
-    """Rows of one text that a head is to run, and where its results go.
+    """Rows of one text that a head is to run.
 
     model     a copy of the head, with the text's cache
     rows      what they are and see
-    features  float32 [n, features], of the target; None: rows `sources` of `states`, float32 [any, hidden]
-    out       float32 [n, hidden], filled with recurrent states
-    logits    float32 [m, draft vocabulary], filled with those of the last m rows
+    states    [any, hidden], whose rows `sources` are read unless there are `features` of the target, [n, features]
+    rated     of how many rows the results are used, the last ones
+    out       the recurrent states of these rows, once they were run, [rated, hidden]
+    logits    theirs, float32 [rated, draft vocabulary]
     """
 
     drafts = True
-    model: NativeHead
+    model: NativeHead | NativeAssistant
     rows: Rows
-    features: Tensor | None
     states: Tensor
     sources: Tensor
-    out: Tensor
-    logits: Tensor
+    features: Tensor | None
+    rated: int
+    out: Tensor = field(init=False)
+    logits: Tensor = field(init=False)
 
 
 class NativeHead(EagleRunner):
@@ -515,6 +519,7 @@ class NativeHead(EagleRunner):
     """
 
     dtype = torch.float32
+    shares = True
 
     def __init__(self, config: EagleConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         reasons = {
@@ -544,7 +549,7 @@ class NativeHead(EagleRunner):
         }
         self.stored = ", ".join(sorted(storage_kinds - {""}))  # what the matrices are kept as
         frequencies, scale = rope_frequencies(config)
-        self._head = extension().Eagle(
+        self.weights_of = extension().Eagle(
             target.instruction_set,
             table_of(target.numerics),
             [
@@ -562,14 +567,9 @@ class NativeHead(EagleRunner):
             scale,
         )
 
-    @property
-    def weights_of(self) -> Any:
-        """What copies of a head share."""
-        return self._head
-
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
         start = self.cache.length
-        self._head.forward(
+        self.weights_of.forward(
             self._target.packing.decoder,
             positions,
             start,
@@ -598,7 +598,7 @@ class NativeHead(EagleRunner):
         rated = count if one is None else 1
         out = states.new_empty(count, self.config.hidden_size)
         logits = states.new_empty(rated, self.config.draft_vocab_size)
-        self._head.forward(
+        self.weights_of.forward(
             self._target.packing.decoder,
             rows.positions.contiguous(),
             int(rows.prefix),
@@ -615,29 +615,15 @@ class NativeHead(EagleRunner):
         )
         return logits, out[-rated:]
 
-    def asked(
-        self,
-        states: Tensor,
-        sources: Tensor,
-        rows: Rows,
-        one: Tensor | None,
-        features: Tensor | None = None,
-    ) -> HeadRows:
-        """Return what `forward` would run, for `run_lanes`."""
-        count = rows.tokens.shape[0]
-        out = states.new_empty(count, self.config.hidden_size)
-        logits = states.new_empty(count if one is None else 1, self.config.draft_vocab_size)
-        return HeadRows(self, rows, features, states, sources, out, logits)
-
     def run_lanes(self, lanes: Sequence[HeadRows]) -> None:
         """Run rows of several texts in one C++ call; their caches are of heads with these weights."""
         rows = [lane.rows for lane in lanes]
-        counts = [len(lane.out) for lane in lanes]
+        counts = [len(lane_rows) for lane_rows in rows]
         out = torch.empty(sum(counts), self.config.hidden_size, dtype=torch.float32, device="cpu")
         logits = torch.empty(
             sum(counts), self.config.draft_vocab_size, dtype=torch.float32, device="cpu"
         )
-        self._head.forward_lanes(
+        self.weights_of.forward_lanes(
             self._target.packing.decoder,
             tuple(lane_rows.positions.contiguous() for lane_rows in rows),
             [int(lane_rows.prefix) for lane_rows in rows],
@@ -652,11 +638,8 @@ class NativeHead(EagleRunner):
             logits,
             team.get() or torch.get_num_threads(),
         )
-        for lane, lane_rows, rated in zip(
-            lanes, out.split(counts), logits.split(counts), strict=True
-        ):
-            lane.out.copy_(lane_rows)
-            lane.logits.copy_(rated[len(lane_rows) - len(lane.logits) :])
+        for lane, states, rated in zip(lanes, out.split(counts), logits.split(counts), strict=True):
+            lane.out, lane.logits = states[-lane.rated :], rated[-lane.rated :]
 
 
 class BlockSource(Source):
@@ -678,22 +661,18 @@ class BlockSource(Source):
             torch.arange(TINY_VOCABULARY, dtype=torch.int64, device="cpu") % target.vocab_size
         )
         above = {f"{family.layers.transformers}.{i}": block for i, block in enumerate(blocks)}
-        self._tensors: dict[str, Tensor] = {
+        self.tensors: dict[str, Tensor] = {
             f"{prefix}.{name}": tensor.to(self.dtype)
             for prefix, module in (above | {family.norm.transformers: norm}).items()
             for name, tensor in module.state_dict().items()
         }
-        self._tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
-        self._tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(
+        self.tensors[f"{family.embedding.transformers}.weight"] = some.to(self.dtype)
+        self.tensors[f"{family.head.transformers}.weight"] = torch.zeros_like(
             some, dtype=self.dtype
         )
 
     def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def forget(self) -> None:
-        """Let go of all weights."""
-        self._tensors.clear()
+        return self.tensors[name]
 
 
 class NativeMtpHead(MtpHead):
@@ -709,7 +688,7 @@ class NativeMtpHead(MtpHead):
         blocks = list(net.block) if isinstance(net.block, Blocks) else [net.block]
         source = BlockSource(of_head(self._target.config), blocks, net.norm, self._target)
         self._lm = NativeLM(source, quantize=self._target.quantize)
-        source.forget()
+        source.tensors.clear()
         self.module.block = nn.Identity()  # its weights are packed
         return self._lm.new_cache(1)
 
@@ -758,7 +737,7 @@ class NativeDflashHead(DflashHead):
         self._lm = NativeLM(
             source, quantize="int8" if target.dtype is torch.bfloat16 else target.quantize
         )
-        source.forget()
+        source.tensors.clear()
         words = causal_words(config.block_size)
         self._words = words if config.causal[0] else words[-1:].expand_as(words).contiguous()
 
@@ -767,6 +746,109 @@ class NativeDflashHead(DflashHead):
         return self._lm.run_from(
             embeddings.contiguous(), positions, self.cache, (first, first, self._words)
         )
+
+
+class AssistantSource(BlockSource):
+    """The layers of an assistant. Their windows have no place for the row itself, which no row sees.
+
+    Its vocabulary head is tied to its embeddings; where it scores clusters of tokens, its vocabulary does not count.
+    """
+
+    def __init__(self, net: Assistant, target: NativeLM) -> None:
+        self.name, self.dtype = f"the assistant of {target.name}", target.dtype
+        self.config = copy.deepcopy(net.text_config)
+        tokens = self.config.vocab_size if net.masked_embedding is None else TINY_VOCABULARY
+        self.config.update(
+            {
+                "tie_word_embeddings": True,
+                "pad_token_id": None,
+                "vocab_size": tokens,
+                "sliding_window": self.config.sliding_window + 1,
+            }
+        )
+        self.tensors = {
+            f"model.{name}": value[:tokens] if name.startswith("embed_tokens.") else value
+            for name, value in net.model.state_dict().items()
+        }
+
+    def template(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+
+class NativeAssistant(AssistantHead):
+    """Run an assistant's layers on the C++ forward, over the target's keys and values; torch multiplies the rest.
+
+    That is two projections, and the scores of clusters. With a bfloat16 target its matrices are kept as int8, as those
+    of a NativeHead. UnsupportedModelError where csrc/cpu has no such layers.
+    """
+
+    _target: NativeLM
+    shares = True
+
+    def __init__(self, net: Assistant, target: CachedTarget) -> None:
+        super().__init__(net, target)
+        lm, source = self._target, AssistantSource(net, self._target)
+        self.weights_of = PackedModel(
+            source,
+            shape_of(source.config),
+            numerics=lm.numerics,
+            instruction_set=lm.instruction_set,
+            quantize="int8" if lm.dtype is torch.bfloat16 else lm.quantize,
+        )
+        source.tensors.clear()
+        # of the rest the weights are packed
+        net.model = None if net.masked_embedding is None else net.model.embed_tokens
+
+    def forward(
+        self,
+        states: Tensor,
+        sources: Tensor,
+        rows: Rows,
+        one: Tensor | None,
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run rows; `one` may only be the last one."""
+        batch = HeadRows(
+            self, rows, states, sources, features, rated=len(rows) if one is None else 1
+        )
+        self.run_lanes([batch])
+        return batch.logits, batch.out
+
+    def run_lanes(self, lanes: Sequence[HeadRows]) -> None:
+        """Run rows of several texts in one C++ call, each over the cache of its own target."""
+        counts = [lane.rated for lane in lanes]
+        hidden = [
+            (lane.states if lane.features is None else lane.features)[lane.sources[-lane.rated :]]
+            for lane in lanes
+        ]
+        tokens = torch.cat([lane.rows.tokens[-lane.rated :] for lane in lanes])
+        inputs = self._inputs(torch.cat(hidden), tokens).float()
+        caches = [cast(NativeAssistant, lane.model).followed.cache for lane in lanes]
+        lengths = [cache.length for cache in caches]
+        embeddings, states = self._net.model, torch.empty_like(inputs)
+        logits = (
+            inputs.new_empty(len(inputs), self._target.vocab_size) if embeddings is None else None
+        )
+        self.weights_of.decoder.forward_from(
+            tuple(tokens.new_full((n,), at) for n, at in zip(counts, lengths, strict=True)),
+            lengths,
+            lengths,
+            (None,) * len(lanes),
+            inputs,
+            tuple(
+                tuple(cache.slabs[slab][layer, None] for slab, layer in self._slabs.values())
+                for cache in caches
+            ),
+            states,
+            logits,
+            team.get() or torch.get_num_threads(),
+        )
+        states = states.to(self.dtype)
+        if logits is None:
+            logits = self._net.masked_embedding(states, embeddings.weight).float()
+        out = self._net.post_projection(states).split(counts)
+        for lane, rated, recurrent in zip(lanes, logits.split(counts), out, strict=True):
+            lane.logits, lane.out = rated, recurrent
 
 
 _before: list[int] = []  # torch's number of threads before each `one_torch_thread` that is entered

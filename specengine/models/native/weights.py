@@ -155,9 +155,13 @@ class Source(ABC):
         """Say for people which stored numbers this dtype does not hold; empty for none."""
         return ""
 
+    def template(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's tensors by name; a tied head has none."""
+        return layer_template(self.config)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stored tensors by name, without reading them."""
-        return layer_template(self.config)
+        return self.template()
 
     @property
     def blocks(self) -> Collection[str]:
@@ -596,7 +600,7 @@ class PackedModel:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors. Raises UnsupportedModelError if the source's differ."""
-        shapes = layer_template(self.config)
+        shapes = self.source.template()
         stored = self.source.shapes()
         if self.config.tie_word_embeddings and stored.pop(
             f"{self.family.head.transformers}.weight", None
