@@ -66,6 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="a longer test ends its process, with a traceback; under -n it has then failed, and the others go on",
     )
+    parser.addoption(
+        "--most-minutes",
+        type=float,
+        default=0,
+        help="tests that have not begun by then are skipped, and the summary counts them",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,6 +85,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    most = item.config.getoption("--most-minutes")
+    if most and time.time() - STARTED > 60 * most:
+        pytest.skip(f"the {most:g} minutes of this run were over")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
