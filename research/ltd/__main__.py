@@ -4,13 +4,15 @@
 `compare` evaluates, under a cost table, the beam with its default settings, the beam with the best depth and size on
 these trees, on the other half of the answers and on the training trees, and pairs of networks. `agree` makes random
 decisions while the engine runs, and correlates measured rewards with those of the table. `curves` writes the logs of
-training runs into one file and plots it.
+training runs into one file and plots it. `convert` writes the networks that the authors published as a file of the
+policy.
 
     python -m research.ltd train FOLDER --recipe cpu --target MODEL --draft HEAD --prompts FILE
     python -m research.ltd log FOLDER --prompts FOLDER --per-set 2 --width 4 --expansions 6
     python -m research.ltd compare FOLDER --networks cpu --costs 2-cores-amx
     python -m research.ltd agree --networks cpu --costs 2-cores-amx
     python -m research.ltd curves TRAINING --out FILE
+    python -m research.ltd convert DEPTH.zip SIZE.zip networks.safetensors
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from bench import provenance
 from bench.arguments import add_arguments
-from research.ltd import train
+from research.ltd import released, train
 from research.ltd.compare import agree, compare, curves, log
 from specengine.errors import SpecEngineError
 
@@ -42,6 +44,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     training = commands.add_parser("train", help="train a pair of networks")
     train.add(training)
     training.set_defaults(run=train.run, out=None)
+    converting = commands.add_parser("convert")
+    for name in ("depth", "size", "file"):
+        converting.add_argument(name, type=Path)
+    converting.set_defaults(run=released.run, out=None)
     first = commands.add_parser("log")
     first.add_argument(
         "folder", type=Path, help="folder of the trees; resumes after an interruption"

@@ -13,6 +13,7 @@ import torch
 
 from research.ltd.options import PolicyOptions, RewardName, Stage
 from research.ltd.outcomes import Speed
+from research.ltd.released import actor_of, as_network
 from specengine.errors import InputError, missing_extra
 from specengine.files import atomic
 from specengine.policies import _ltd
@@ -286,7 +287,7 @@ class _Stage:
         hidden, activation = self.networks.hidden, self.networks.activation
         made = Networks(self.options.shape, hidden, activation)
         made.load_state_dict(self.networks.state_dict())
-        getattr(made, self.which).load_state_dict(_ltd.as_network(_ltd.actor_of(state)))
+        getattr(made, self.which).load_state_dict(as_network(actor_of(state)))
         return made.eval().requires_grad_(False)
 
     def _load(self, name: str) -> dict[str, torch.Tensor]:

@@ -6,20 +6,17 @@ A module of policies, none itself.
 from __future__ import annotations
 
 import copy
-import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from specengine import ops
-from specengine.errors import InputError, require_input, why_not_loaded
+from specengine.errors import InputError, require_input
 from specengine.policies import require, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read, write
 
@@ -200,13 +197,10 @@ def shipped() -> list[str]:
 
 
 def load(networks: str) -> Trained:
-    """Load a pair of networks: the name of one that ships, the path of a file, or DEPTH,SIZE of Stable-Baselines3.
+    """Load a pair of networks: the name of one that ships, or the path of a file.
 
     InputError naming the option where a file is missing, damaged, of another kind, or has other tensors.
     """
-    depth, comma, size = networks.partition(",")
-    if comma:
-        return _load_released(Path(depth).expanduser(), Path(size).expanduser())
     file = (
         FOLDER / f"{networks}.safetensors" if networks in shipped() else Path(networks).expanduser()
     )
@@ -235,89 +229,3 @@ def load(networks: str) -> Trained:
             f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
         ) from error
     return Trained(filled(empty_networks, state, where), facts)
-
-
-# ---------------------------------------------------------------------------------------------------- released files
-
-# the code's actions, the paper's
-RELEASED_SIZES = {24: tuple(range(10, 241, 10)), 12: tuple(range(20, 241, 20))}
-LAYERS = "mlp_extractor.policy_net."
-CRITIC = ("mlp_extractor.value_net.", "value_net.")
-
-
-def _load_released(depth: Path, size: Path) -> Trained:
-    """Load two policies that Stable-Baselines3 saved, as the paper's code does: tanh units, padded with zeros,
-    a level's parents best first."""
-    actors = {name: _actor(file, name) for name, file in (("depth", depth), ("size", size))}
-    actions = len(actors["size"]["action_net.bias"]) if "action_net.bias" in actors["size"] else 24
-    require_input(
-        f"policy ltd.networks: {size} has {actions} actions, accepted {' or '.join(map(str, RELEASED_SIZES))}",
-        actions in RELEASED_SIZES,
-    )
-    shape = LtdShape(sizes=RELEASED_SIZES[actions], pad=0.0, best_first=True)
-    state = {
-        f"{name}.{key}": tensor
-        for name, actor in actors.items()
-        for key, tensor in as_network(actor).items()
-    }
-    return Trained(
-        filled(
-            Networks(shape, {name: _hidden(actor) for name, actor in actors.items()}, "tanh"),
-            state,
-            f"policy ltd.networks: {depth},{size}",
-        ),
-        {"format": "Stable-Baselines3"},
-    )
-
-
-def _actor(file: Path, name: str) -> dict[str, Tensor]:
-    """Load the tensors of the policy network from a .zip of Stable-Baselines3, or from the state dict in it."""
-    where = f"policy ltd.networks: {file} ({name})"
-    try:
-        with zipfile.ZipFile(file) as opened:
-            source = (
-                io.BytesIO(opened.read("policy.pth")) if "policy.pth" in opened.namelist() else file
-            )
-        state = torch.load(source, map_location="cpu", weights_only=True)
-        if not isinstance(state, Mapping) or not all(
-            isinstance(value, Tensor) for value in state.values()
-        ):
-            raise ValueError("it holds other things than tensors")
-    except (
-        OSError,
-        zipfile.BadZipFile,
-        UnpicklingError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-    ) as error:
-        raise InputError(
-            f"{where} is not a policy saved by Stable-Baselines3 ({why_not_loaded(error)})"
-        ) from error
-    return actor_of(state)
-
-
-def actor_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a Stable-Baselines3 policy that its actions depend on."""
-    return {key: tensor for key, tensor in state.items() if not key.startswith(CRITIC)}
-
-
-def _hidden(actor: Mapping[str, Tensor]) -> list[int]:
-    return [
-        len(actor[key])
-        for key in sorted(actor, key=_number)
-        if key.startswith(LAYERS) and key.endswith(".bias")
-    ]
-
-
-def as_network(actor: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an actor to those of a network here. Unknown ones keep their names, to be reported."""
-    return {
-        key.removeprefix(LAYERS).replace("action_net.", f"{2 * len(_hidden(actor))}."): tensor
-        for key, tensor in actor.items()
-    }
-
-
-def _number(key: str) -> int:
-    number = key.removeprefix(LAYERS).partition(".")[0]
-    return int(number) if number.isdecimal() else -1

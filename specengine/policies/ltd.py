@@ -38,9 +38,8 @@ class Ltd(Beam):
     """EAGLE's beam; a network says after each expansion whether it goes on, another how many candidates are verified.
 
     networks     a pair that ships, named by the costs that it was trained on: `cpu`, two cores, or `a100`, an A100;
-                 `auto`: a100 where torch sees a CUDA device, else cpu; the path of a file that `python -m
-                 research.ltd train` wrote; or DEPTH,SIZE, two files of Stable-Baselines3, as the paper's code
-                 released them
+                 `auto`: a100 where torch sees a CUDA device, else cpu; or the path of a file that `python -m
+                 research.ltd train` wrote, or `convert` of the files that the paper's code released
     depth        expansions, instead of asking the depth network
     size         candidates verified, the root excluded, instead of asking the size network
     check_every  expansions from one decision of the depth network to the next; none: as in its training
