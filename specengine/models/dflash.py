@@ -96,9 +96,9 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
         self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
+        table = self.hidden_projection.weight.new_empty(2, config.vocab_size, config.rank)
+        self.predecessor_codebook, self.successor_codebook = map(nn.Parameter, table)
 
     def forward(self, tokens: Tensor, states: Tensor, columns: Tensor) -> Tensor:
         """Return the same as a MarkovHead, of these columns alone, int64 [columns]."""
@@ -117,8 +117,10 @@ class BlockConvolution(nn.Module):
         super().__init__()
         self.group_size = config.group_size
         groups = config.hidden_size // config.group_size
-        self.base_kernel = nn.Parameter(torch.empty(2, config.taps, config.hidden_size))
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.taps * groups, bias=False)
+        self.base_kernel = nn.Parameter(
+            self.kernel_projection.weight.new_empty(2, config.taps, config.hidden_size)
+        )
 
     def forward(self, rows: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
         """Return rows, [..., rows, hidden size], of `inner` between both convolutions."""
