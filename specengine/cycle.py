@@ -224,7 +224,10 @@ def grow(
     while width := int(frontier.live):
         drafted += width
         if drafted > tree.capacity:
-            raise policies.endless(policy)
+            raise PolicyError(
+                f"{policies.name_of(policy)}: grow returned nodes that have been drafted from already, so the tree "
+                "never ends; return new nodes, or an empty Nodes to stop"
+            )
         if shared:
             yield from _shared_pass(drafter, tree, frontier, seconds)
         frontier = level(drafter, policy, tree, frontier, seconds)

@@ -447,11 +447,11 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
         for kind, names in wrong.items()
         if names
     ]
-    if problems:
-        raise CheckpointError(
-            f"{folder}: its tensors are not those of a head of {config.kind} of width {config.hidden_size}; "
-            f"{'; '.join(problems)}"
-        )
+    require_intact(
+        f"{folder}: its tensors are not those of a head of {config.kind} of width {config.hidden_size}; "
+        f"{'; '.join(problems)}",
+        not problems,
+    )
 
 
 # ---- a head's one-step agreement with the target, for each convention of counting the target's layers

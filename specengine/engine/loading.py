@@ -310,8 +310,10 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
         )
     elif policy is not None:
         policies.of(policy, options.policy_options)
-    elif options.policy_options:
-        raise InputError("policy_options: they need a policy given by name")
+    else:
+        require_input(
+            "policy_options: they need a policy given by name", not options.policy_options
+        )
     require_input(
         "draft_options: they need a draft given by name, as ngram, or by path, as an EAGLE head",
         not options.draft_options or (isinstance(draft, str) and draft not in PLAIN),

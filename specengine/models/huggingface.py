@@ -220,9 +220,9 @@ class CausalLM:
         self.seconds = 0.0  # spent in model forwards, ever
         self._watch = None if merge else Watch(model)
         twin = self._own_twin()
-        packs = worth_packing(model, pack)
         contents = [] if self._watch is None else self._watch.contents()
-        self._twin = TwinModules(twin, Packed(twin) if packs else None, contents)
+        packed = Packed(twin) if worth_packing(model, pack) else None
+        self._twin = TwinModules(twin, packed, contents)
         self._runner: TwinModules | fused.Fused = self._twin
         self.config = self._twin.config
         self.max_context = context_limit(self.config)

@@ -235,7 +235,7 @@ class OwnCacheLM(CausalLM):
 
     def keep(self, cache: OwnCache, paths: TreePaths, path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
-        row = paths.with_path(path)
+        row = next(n for n, nodes in enumerate(paths.nodes) if nodes[: len(path)] == path)
         accepted = OwnCache()
         accepted.tokens, accepted.held = (
             [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))],
@@ -324,10 +324,6 @@ class TreePaths:
             [ids[node] for node in path] + [ids[0]] * (self.longest - len(path))
             for path in self.nodes
         ]
-
-    def with_path(self, path: list[int]) -> int:
-        """Return the row that begins with these nodes."""
-        return next(row for row, nodes in enumerate(self.nodes) if nodes[: len(path)] == path)
 
 
 class OwnCacheTarget(HuggingFaceTarget):

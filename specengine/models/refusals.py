@@ -98,11 +98,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 def refuse_absent(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where weights are elsewhere: offloaded, or not loaded at all."""
     absent = [name for name, weight in model.named_parameters() if weight.is_meta]
-    if absent:
-        raise UnsupportedModelError(
-            f"{model_name(model)}: {len(absent)} of its tensors are on the meta device, {absent[0]} for one "
-            "(offloaded, or never loaded); load it whole into one device's memory"
-        )
+    require_supported(
+        f"{model_name(model)}: {len(absent)} of its tensors are on the meta device, {', '.join(absent[:1])} for one "
+        "(offloaded, or never loaded); load it whole into one device's memory",
+        not absent,
+    )
 
 
 @torch.no_grad()  # no inference mode: layers that convert their weights in the first forward do so here, for good

@@ -163,11 +163,11 @@ def make(name: str, /, **options: Any) -> TreePolicy:
     """
     name, preset = split_preset(name)
     cls = find(name)
-    if preset and preset not in cls.presets:
-        raise InputError(
-            f"policy {name}: unknown preset {shown(preset)}, known are {', '.join(cls.presets) or '(none)'}"
-            f"{did_you_mean(preset, cls.presets)}"
-        )
+    require_input(
+        f"policy {name}: unknown preset {shown(preset)}, known are {', '.join(cls.presets) or '(none)'}"
+        f"{did_you_mean(preset, cls.presets)}",
+        not preset or preset in cls.presets,
+    )
     policy = registry.build(cls, {**cls.presets.get(preset, {}), **options}, f"policy {name}")
     require_input(
         f"policy {name}: its trees could have {policy.capacity} nodes, accepted up to {MAX_NODES}",
@@ -252,14 +252,6 @@ def no_nodes(policy: TreePolicy, method: str, returned: Any) -> PolicyError:
     ends = "" if method == "keep" else ", of which an empty one ends the tree"
     return PolicyError(
         f"{name_of(policy)}: {method} returned {kind_of(returned)}, accepted Nodes{ends}"
-    )
-
-
-def endless(policy: TreePolicy) -> PolicyError:
-    """Return the error of a policy that has drafted from more nodes than its trees can have."""
-    return PolicyError(
-        f"{name_of(policy)}: grow returned nodes that have been drafted from already, so the tree never ends; "
-        "return new nodes, or an empty Nodes to stop"
     )
 
 

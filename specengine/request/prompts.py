@@ -374,10 +374,10 @@ def _require_unicode(field: str, text: str) -> None:
 def require_tokens(field: str, ids: Iterable[int], vocab_size: int) -> None:
     """Raise InputError for a token id that the vocabulary does not have."""
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise InputError(
-            f"{field}: token id {outside} is out of range, accepted 0 to {vocab_size - 1}"
-        )
+    require_input(
+        f"{field}: token id {outside} is out of range, accepted 0 to {vocab_size - 1}",
+        outside is None,
+    )
 
 
 def _require(tokenizer: Any, what: str, field: str = "prompt") -> None:

@@ -21,7 +21,7 @@ from specengine import ops
 from specengine.errors import InputError, NumericalError, ProcessorError
 from specengine.ops.choose import signed as signed
 from specengine.records import TokenLogprob
-from specengine.request.text import TextStream
+from specengine.request.text import Decoder, TextStream
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 MINUS_INF = float("-inf")
@@ -354,7 +354,15 @@ class Stopper:
     def _showing(self, decode: Any) -> _Tail | None:
         """Return the text with the special tokens whose own text is in a stop string; None if there are none."""
         tokens = decode.specials_in(self.stop_strings) if hasattr(decode, "specials_in") else ()
-        return _Tail(decode.showing(tokens), self.stop_strings, tokens) if tokens else None
+        return (
+            _Tail(
+                Decoder(decode.tokenizer, decode.shown | frozenset(tokens)),
+                self.stop_strings,
+                tokens,
+            )
+            if tokens
+            else None
+        )
 
 
 class _Tail:

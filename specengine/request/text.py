@@ -102,10 +102,6 @@ class Decoder:
         }
         return frozenset(specials - self.shown)
 
-    def showing(self, tokens: Collection[int]) -> Decoder:
-        """Return the same decoder with further special tokens shown."""
-        return Decoder(self.tokenizer, self.shown | frozenset(tokens))
-
     def _text(self, tokens: list[int], **changes: Any) -> str:
         if self.tokenizer is None or not tokens:
             return ""

@@ -259,10 +259,6 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
-
-
 def _every(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list) and all(map(check, values))
 
@@ -311,7 +307,13 @@ _FIELDS: dict[str, dict[str, Check]] = {
         "passes": ("0 or more", lambda value: _is_int(value) and value >= 0),
         "seconds": (
             "an object of seconds",
-            lambda value: isinstance(value, dict) and all(map(_is_seconds, value.values())),
+            lambda value: (
+                isinstance(value, dict)
+                and all(
+                    type(number) in (int, float) and 0 <= number < math.inf
+                    for number in value.values()
+                )
+            ),
         ),
         "origins": _ORIGINS,
     },

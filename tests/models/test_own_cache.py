@@ -140,7 +140,6 @@ def test_paths_are_padded_behind() -> None:
     assert len({tuple(path) for path in paths.nodes}) == len(paths.nodes)
     for node, (row, depth) in enumerate(zip(paths.row, paths.depth, strict=True)):
         assert paths.nodes[row][depth] == node
-    assert paths.with_path([0]) == 0
 
 
 def test_a_session_reuses_the_cache_that_it_goes_on_with(hybrid: PreTrainedModel) -> None:

@@ -182,12 +182,12 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     if block is None:
         raise InputError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     elements, row = math.prod(shape), shape[-1] if shape else 1
-    if (
-        row % block.elements
-        or data.dtype != np.uint8
-        or data.size != elements // block.elements * block.bytes
-    ):
-        raise InputError(f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}")
+    require_input(
+        f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}",
+        row % block.elements == 0
+        and data.dtype == np.uint8
+        and data.size == elements // block.elements * block.bytes,
+    )
     data = np.ascontiguousarray(data).reshape(-1)
     if kind == "i64":
         return data.view("<i8").astype(np.float32).reshape(shape)

@@ -499,12 +499,13 @@ def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     required, optional = _ROPE_REQUIRED[kind], _ROPE_OPTIONAL.get(kind, ())
     accepted = (*_ROPE_IGNORED, *required, *optional)
     unknown = [name for name in stated.raw if name not in accepted]
-    if unknown:
-        problem = f"unknown field {shown(unknown[0])} of type {kind}"
-        raise CheckpointError(f"rope_parameters: {problem}, known are {', '.join(accepted)}")
+    require_intact(
+        f"rope_parameters: unknown field {', '.join(map(shown, unknown[:1]))} of type {kind}, "
+        f"known are {', '.join(accepted)}",
+        not unknown,
+    )
     missing = [name for name in required if name not in stated]
-    if missing:
-        raise CheckpointError(f"rope_parameters: type {kind} needs {missing[0]}")
+    require_intact(f"rope_parameters: type {kind} needs {', '.join(missing[:1])}", not missing)
     numbers = {
         name: _rope_number(stated, name) for name in (*required, *optional) if name in stated
     }

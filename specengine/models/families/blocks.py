@@ -698,13 +698,6 @@ class OwnInputs:
             ("model.own_norm", self.norm, self.size),
         )
 
-    def parts_of_layer(self, shape: Shape) -> Iterator[Part]:
-        return present(
-            ("own_gate", self.gate, self.size),
-            ("own_out", self.out, shape.hidden),
-            ("own_norm", self.output_norm, shape.hidden),
-        )
-
     @property
     def axes(self) -> dict[str, int]:
         """Map the tensors that hold parts of all layers to the dimension along which these stand."""
@@ -761,5 +754,9 @@ class Layer:
             if block is not None:
                 yield from block.parts(shape)
         if self.own is not None:
-            yield from self.own.parts_of_layer(shape)
+            yield from present(
+                ("own_gate", self.own.gate, self.own.size),
+                ("own_out", self.own.out, shape.hidden),
+                ("own_norm", self.own.output_norm, shape.hidden),
+            )
         yield from present(("scale", self.scale, 1))
