@@ -1,9 +1,10 @@
 """Tree attention: all query rows see one prefix, and of the nodes drafted after it those that their words name.
 
 The rows of the query heads that share a key-value head are packed into one tile, so each key and value is read once
-per tile. Full prefix tiles carry no mask. The prefix is cut into splits that run side by side; a second kernel merges
-them. Their number and the grid are fixed by shapes alone, lengths are read on the device: one captured graph serves
-every length. Nothing is summed atomically, so equal inputs give equal bits.
+per tile. Full prefix tiles carry no mask. The prefix is cut into splits that run side by side, and the tree is one of
+its own; a second kernel merges them. The grid is fixed by shapes alone, lengths are read on the device: one captured
+graph serves every length. A short prefix has fewer splits than the grid has room for: the others have nothing to do,
+and are not merged. Nothing is summed atomically, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ WORD_BITS = 64
 MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024
 # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
 FEWER_BYTES = 200 * 1024
-MOST_SPLITS = 64
+MOST_SPLITS = 64  # the tree's with them
+FEWEST_TILES = tl.constexpr(2)  # of a split's share of the prefix
 MERGED_ROWS = 4  # rows per program of the merging kernel
 AT_ONCE = tl.constexpr(16)  # splits that it reads without waiting for one in between
 LOG2_E = math.log2(math.e)
@@ -111,6 +113,14 @@ def _window(words, first, n_words, live):
     return ((low >> shift) & ((2 << kept) - 1)) | ((high << kept) << 1)
 
 
+@triton.jit
+def _shares(length, tile_slots, splits):
+    """Return the full tiles of a prefix, those of each of its splits, and how many of `splits` have any."""
+    full = length // tile_slots
+    share = tl.maximum(tl.cdiv(full, splits), FEWEST_TILES)
+    return full, share, tl.cdiv(full, share)
+
+
 NUMBERS = ("prefix_len", "n_q", "n_tree")  # one each: where they stand makes no other program
 
 
@@ -187,8 +197,11 @@ def _attend(
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if tl.program_id(0) * BLOCK_M < live_nodes * GROUPS:
         # Splits are cut by the prefix length alone, so a row's sums are grouped alike in every tree.
-        full = length // BLOCK_N
-        share = tl.cdiv(full, splits)
+        if WHOLE:
+            full = length // BLOCK_N
+            share = full
+        else:
+            full, share, _ = _shares(length, BLOCK_N, splits - 1)
         for tile in tl.range(
             split * share, tl.minimum((split + 1) * share, full), num_stages=STAGES
         ):
@@ -198,7 +211,7 @@ def _attend(
             peak, total, sums = _absorb(
                 query, keys, values, None, peak, total, sums, scale, False, PRECISION
             )
-        if split == splits - 1:
+        if split == splits - 1:  # of which no full tile is left, unless it is the only one
             # what is left of the prefix, and the nodes in the slots behind it
             for start in tl.range(full * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
                 slots = start + columns
@@ -239,11 +252,13 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["kv_heads", "rows", "splits"], do_not_specialize_on_alignment=["partial_lse"]
+    do_not_specialize=["kv_heads", "rows", "splits", "tile_slots"],
+    do_not_specialize_on_alignment=["partial_lse", "prefix_len"],
 )
 def _merge(
     partial,
     partial_lse,
+    prefix_len,
     out,
     lse,
     out_batch,
@@ -252,12 +267,15 @@ def _merge(
     kv_heads,
     rows,
     splits,
+    tile_slots,
     GROUPS: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
+    last = splits - 1  # the tree's
+    _, _, used = _shares(tl.load(prefix_len + tl.program_id(1) // kv_heads), tile_slots, last)
     sequence, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
     row, dims, part = (
         tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M),
@@ -270,16 +288,17 @@ def _merge(
     partial += (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * HEAD + dims[None, :]
     parts = tl.load(
         partial_lse[None, :] + part[:, None] * step,
-        mask=(part < splits)[:, None] & inside[None, :],
+        mask=((part < used) | (part == last))[:, None] & inside[None, :],
         other=float("-inf"),
     )
     peak = tl.max(parts, 0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     total = tl.sum(tl.exp2(parts - shift[None, :]), 0)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in tl.range(0, splits, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
-        there = (split < splits)[:, None] & inside[None, :]
+    for first in tl.range(0, used + 1, AT_ONCE):
+        entry = first + tl.arange(0, AT_ONCE)
+        split = tl.where(entry < used, entry, last)
+        there = (entry <= used)[:, None] & inside[None, :]
         own = tl.load(partial_lse[None, :] + split[:, None] * step, mask=there, other=float("-inf"))
         weights = tl.exp2(own - shift[None, :])[:, :, None]
         read = tl.load(
@@ -348,13 +367,19 @@ def tiles_for(rows: int, head_size: int, dtype: torch.dtype, shared: int = SHARE
 
 
 def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device) -> int:
-    """Return into how many parts to split the prefix so that `programs` fill the device; `slots` bounds its length."""
+    """Return how many programs, the tree's with them, share the work of each of `programs` to fill the device.
+
+    slots bounds the prefix; how many of its parts have a share is left to its length.
+    """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
         else MULTIPROCESSORS
     )
-    return max(1, min(processors // programs, MOST_SPLITS, slots // tile_slots))
+    parts = min(processors // programs, MOST_SPLITS - 1, slots // (FEWEST_TILES.value * tile_slots))
+    # as many as are merged at once have the tree's among them
+    parts -= parts % AT_ONCE.value == 0
+    return parts + 1 if parts > 1 else 1
 
 
 def workspace_for(q: Tensor, splits: int) -> Tensor:
@@ -447,12 +472,14 @@ def tree_attention(
         _merge[(triton.cdiv(rows, MERGED_ROWS), kv_heads * batch)](
             partial,
             partial_lse,
+            prefix_len,
             out,
             lse,
             *out.stride()[:3],
             kv_heads,
             rows,
             splits,
+            tiles.slots,
             GROUPS=groups,
             HEAD=size,
             BLOCK_D=block_d,

@@ -20,7 +20,7 @@ HALF = 2e-2  # both, of bfloat16
 
 ROWS, COLUMNS, HEADS, SLOTS, SIZE = 5, 300, 4, 70, 32
 PACKED_ROWS = (16, 32, 64)  # most of a kind of tiles, before the largest
-LONG = 200  # slots of a prefix that is split
+LONG = 400  # slots of a prefix that is split
 MAX_THREADS = 8
 
 Implementations = dict[str, Callable[..., Any]]

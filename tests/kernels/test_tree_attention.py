@@ -344,12 +344,38 @@ def test_more_splits_than_are_merged_at_once(device: torch.device) -> None:
         case.check(splits)
 
 
+@pytest.mark.parametrize(("prefix", "shares"), [(3, 0), (16, 1), (40, 1), (100, 3), (16 * 33, 11)])
+def test_splits_follow_the_length(prefix: int, shares: int, device: torch.device) -> None:
+    """Of 12, the last has the tree; what has no share, of two tiles or more, gives nothing and is not read."""
+    case = case_of_tree(random_tree(6, 3), prefix, size=16, heads=1, device=device)
+    workspace = kernel.workspace_for(case.q, 12).fill_(math.nan)
+    tree_attention(
+        case.q,
+        case.k,
+        case.v,
+        case.words,
+        *case.lengths,
+        workspace=workspace,
+        splits=12,
+        tiles=SMALL,
+    )
+    rows = case.q.numel() // 16
+    sums = workspace[12 * rows * 16 :].view(12, rows)
+    written = [bool(part.isfinite().any()) for part in sums]
+    assert written == [*[True] * shares, *[False] * (11 - shares), True]
+    sums[shares:11] = math.nan
+    case.check(12)
+
+
 def test_shipped_tiles_and_splits(device: torch.device) -> None:
     case_of_tree(random_tree(4, 11), 150, size=64, dtype=torch.float16, device=device).check(
         None, None
     )
-    assert kernel.splits_for(8, 4096, 64, torch.device("cpu")) == 16
-    assert kernel.splits_for(1, 100, 64, torch.device("cpu")) == 1
+    assert kernel.splits_for(8, 4096, 64, torch.device("cpu")) == 16  # the tree's with them
+    assert kernel.splits_for(16, 4096, 64, torch.device("cpu")) == 9
+    assert kernel.splits_for(1, 10**6, 64, torch.device("cpu")) == kernel.MOST_SPLITS
+    assert kernel.splits_for(1, 255, 64, torch.device("cpu")) == 1
+    assert kernel.splits_for(70, 4096, 64, torch.device("cpu")) == 1
     assert kernel.splits_for(500, 4096, 64, torch.device("cpu")) == 1
 
 
