@@ -380,8 +380,10 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
         unused = [name for name, tensor in (("d2t", d2t), ("t2d", t2d)) if tensor is not None]
         require_intact(f"{folder}: unused tensors {', '.join(unused)}", not unused)
         return notes
-    if t2d is not None and (t2d.shape != (target,) or t2d.dtype not in (torch.bool, torch.uint8)):
-        raise CheckpointError(f"{folder}: t2d: bool [{target}] is needed, got {kind_of(t2d)}")
+    require_intact(
+        f"{folder}: t2d: bool [{target}] is needed, got {kind_of(t2d)}",
+        t2d is None or (t2d.shape == (target,) and t2d.dtype in (torch.bool, torch.uint8)),
+    )
     if t2d is not None and not t2d.any():
         notes.append("t2d marks no token: ignored")
         t2d = None

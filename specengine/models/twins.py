@@ -264,16 +264,15 @@ def worth_packing(model: nn.Module, pack: bool | None = None) -> bool:
 
     Raises InputError where it is asked for and oneDNN cannot multiply such weights on this processor.
     """
-    weights = [linear.weight for linear in packable(model)]
+    size = sum(linear.weight.nbytes for linear in packable(model))
     able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     require(
         "pack",
         pack,
         "False or none: oneDNN has no bfloat16 on this processor",
-        able or not (pack and weights),
+        able or not (pack and size),
     )
-    fits = sum(weight.nbytes for weight in weights) <= MEMORY_SHARE * free_memory()
-    return (able and bool(weights) and fits) if pack is None else pack
+    return able and 0 < size <= MEMORY_SHARE * free_memory() if pack is None else pack
 
 
 def packable(model: nn.Module) -> list[nn.Linear]:

@@ -148,10 +148,10 @@ def of(policy: str | TreePolicy, options: Mapping[str, Any]) -> TreePolicy:
     """Return a policy: by name and options as `make` does, or the given object, which takes no options."""
     if isinstance(policy, str):
         return make(policy, **options)
-    if not isinstance(policy, TreePolicy):
-        raise InputError(
-            f"policy: got {shown(policy)}, accepted {', '.join(names())} or a TreePolicy"
-        )
+    require_input(
+        f"policy: got {shown(policy)}, accepted {', '.join(names())} or a TreePolicy",
+        isinstance(policy, TreePolicy),
+    )
     require_input("policy_options: they need a policy given by name", not options)
     return policy
 
