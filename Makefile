@@ -22,11 +22,9 @@ demo: $(VENV)/.installed-run  ## generate with and without speculation, and comp
 
 # examples of property tests: `ci` repeats them in every run, `quick` a quarter of them, `explore` draws new ones
 PROPERTIES ?= $(if $(CI),ci,explore)
-# .ci/run calls both: RECORD=1 has `test` record coverage, AFTER_TEST=1 has `test-all` run the slow tests alone, without it,
-# those of them that begin within so many MINUTES
+# .ci/run calls both: RECORD=1 records coverage, AFTER_TEST=1 runs the slow tests alone, MINUTES=N what begins by then
 RECORD ?=
 AFTER_TEST ?=
-MINUTES ?= 0
 IN_PARALLEL := -n $(TEST_WORKERS) --dist worksteal
 # a test's processes read what the first of them has compiled, also where the environment would have each compile anew
 test test-all: export PYTHONDONTWRITEBYTECODE :=
@@ -38,7 +36,7 @@ test: $(VENV)/.installed-dev  ## tests enough to trust a change, in minutes; non
 test-all: SANITIZED_TESTS = tests/border tests/csrc tests/models -m "not slow"
 # after `make test`, as in .ci/run, only what that left out of this environment; the others take environments of their own
 test-all: $(if $(AFTER_TEST),,$(if $(shell command -v g++),test-sanitized) test-clients)  ## all tests that need no GPU, with coverage; clients; borders under sanitizers
-	$(RUN) -m pytest $(IN_PARALLEL) --hypothesis-profile=$(PROPERTIES) $(if $(AFTER_TEST),-m slow --most-minutes $(MINUTES),$(COVERAGE))
+	$(RUN) -m pytest $(IN_PARALLEL) --hypothesis-profile=$(PROPERTIES) $(if $(AFTER_TEST),-m slow $(addprefix --most-minutes=,$(MINUTES)),$(COVERAGE))
 
 # some clients want other versions than specengine: they have environments of their own, and speak to a server's process
 CLIENTS := .venv-clients
