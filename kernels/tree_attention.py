@@ -23,8 +23,8 @@ WORD_BITS = 64
 MULTIPROCESSORS, SHARED_BYTES = 132, 227 * 1024
 # the shared memory of a program below this: an A100 has 163 KB, the cards after it 99, AMD's 64
 FEWER_BYTES = 200 * 1024
-MOST_SPLITS = 64  # the tree's with them
-FEWEST_TILES = tl.constexpr(2)  # of a split's share of the prefix
+MAX_SPLITS = 64  # of the prefix, and the tree's
+MIN_SHARE_TILES = tl.constexpr(2)  # full tiles that one split of the prefix reads at least
 MERGED_ROWS = 4  # rows per program of the merging kernel
 AT_ONCE = tl.constexpr(16)  # splits that it reads without waiting for one in between
 LOG2_E = math.log2(math.e)
@@ -117,7 +117,7 @@ def _window(words, first, n_words, live):
 def _shares(length, tile_slots, splits):
     """Return the full tiles of a prefix, those of each of its splits, and how many of `splits` have any."""
     full = length // tile_slots
-    share = tl.maximum(tl.cdiv(full, splits), FEWEST_TILES)
+    share = tl.maximum(tl.cdiv(full, splits), MIN_SHARE_TILES)
     return full, share, tl.cdiv(full, share)
 
 
@@ -272,7 +272,7 @@ def _merge(
     HEAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
     last = splits - 1  # the tree's
     _, _, used = _shares(tl.load(prefix_len + tl.program_id(1) // kv_heads), tile_slots, last)
@@ -280,7 +280,7 @@ def _merge(
     row, dims, part = (
         tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M),
         tl.arange(0, BLOCK_D),
-        tl.arange(0, MOST_SPLITS),
+        tl.arange(0, MAX_SPLITS),
     )
     inside = row < rows
     step = tl.num_programs(1).to(tl.int64) * rows  # from a split to the next
@@ -367,19 +367,20 @@ def tiles_for(rows: int, head_size: int, dtype: torch.dtype, shared: int = SHARE
 
 
 def splits_for(programs: int, slots: int, tile_slots: int, device: torch.device) -> int:
-    """Return how many programs, the tree's with them, share the work of each of `programs` to fill the device.
+    """Return the number of splits, the tree's included, by which `programs` fill the device.
 
-    slots bounds the prefix; how many of its parts have a share is left to its length.
+    slots: the most that the prefix may have. Its length says on the device how many splits have work.
     """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
         else MULTIPROCESSORS
     )
-    parts = min(processors // programs, MOST_SPLITS - 1, slots // (FEWEST_TILES.value * tile_slots))
-    # as many as are merged at once have the tree's among them
-    parts -= parts % AT_ONCE.value == 0
-    return parts + 1 if parts > 1 else 1
+    shares = slots // (MIN_SHARE_TILES.value * tile_slots)
+    prefix_splits = min(processors // programs, MAX_SPLITS - 1, shares)
+    # with the tree's split a round of the merge is full, and no round merges that one alone
+    prefix_splits -= prefix_splits % AT_ONCE.value == 0
+    return prefix_splits + 1 if prefix_splits > 1 else 1
 
 
 def workspace_for(q: Tensor, splits: int) -> Tensor:
@@ -484,7 +485,7 @@ def tree_attention(
             HEAD=size,
             BLOCK_D=block_d,
             BLOCK_M=MERGED_ROWS,
-            MOST_SPLITS=MOST_SPLITS,
+            MAX_SPLITS=MAX_SPLITS,
             num_warps=4,
         )
     return out

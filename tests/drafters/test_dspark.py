@@ -53,7 +53,7 @@ NATIVE = ["DSpark", "gated", "masks predict", "anchored, independent", "two rows
 def reference(
     weights: dict[str, Tensor], config: DflashConfig, state: Tensor, token: int
 ) -> Tensor:
-    """What the sources add to the logits of a position of this state after this token, [vocabulary]."""
+    """Return the correction of a position's logits, [vocabulary], by its state and the token before it."""
     if not config.rank:
         return torch.zeros(config.vocab_size)
     if config.candidates:  # edge(p -> c) = <A[p] * H state, B[c]>
@@ -178,8 +178,8 @@ def test_convolutions_run_on_torch() -> None:
     config = block_config(**SECOND)
     with pytest.raises(UnsupportedModelError, match="with windows, convolutions, or"):
         NativeDflashHead(config, random_state(config), lm)
-    found = Checkpoint(config, random_state(config), HeadReading("", "", ""))
-    assert type(Dflash.of(found, lm, "").head) is DflashHead
+    checkpoint = Checkpoint(config, random_state(config), HeadReading("", "", ""))
+    assert type(Dflash.of(checkpoint, lm, "").head) is DflashHead
 
 
 @torch.inference_mode()

@@ -113,7 +113,7 @@ class Case:
         """out, lse, both poisoned before, with a poisoned workspace."""
         out = torch.full_like(self.q, math.nan)
         lse = torch.full(self.q.shape[:3], math.nan, dtype=torch.float32, device=self.q.device)
-        workspace = kernel.workspace_for(self.q, splits or kernel.MOST_SPLITS).fill_(math.nan)
+        workspace = kernel.workspace_for(self.q, splits or kernel.MAX_SPLITS).fill_(math.nan)
         upcast = INTERPRETED and self.q.dtype is torch.bfloat16
         result = tree_attention(
             self.q, self.k, self.v, self.words, *self.lengths,
@@ -373,7 +373,7 @@ def test_shipped_tiles_and_splits(device: torch.device) -> None:
     )
     assert kernel.splits_for(8, 4096, 64, torch.device("cpu")) == 16  # the tree's with them
     assert kernel.splits_for(16, 4096, 64, torch.device("cpu")) == 9
-    assert kernel.splits_for(1, 10**6, 64, torch.device("cpu")) == kernel.MOST_SPLITS
+    assert kernel.splits_for(1, 10**6, 64, torch.device("cpu")) == kernel.MAX_SPLITS
     assert kernel.splits_for(1, 255, 64, torch.device("cpu")) == 1
     assert kernel.splits_for(70, 4096, 64, torch.device("cpu")) == 1
     assert kernel.splits_for(500, 4096, 64, torch.device("cpu")) == 1
