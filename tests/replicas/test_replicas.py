@@ -531,14 +531,24 @@ def test_a_stream_that_waits_for_a_replica_is_told_its_place(
     made.handle, made.state = cast(Any, Handle()), "ready"
 
     async def ask() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(made.app(), raise_app_exceptions=False)
+        app, placed = made.app(), asyncio.Event()
+
+        async def observed(scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                await send(message)
+                if message.get("body"):
+                    placed.set()
+
+            await app(scope, receive, sent)
+
+        transport = httpx.ASGITransport(observed, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             bodies = chat("one"), chat("two") | {"stream": True, "return_cycles": True}
             coming = [
                 asyncio.ensure_future(client.post("/v1/chat/completions", json=body))
                 for body in bodies
             ]
-            await asyncio.sleep(0.2)
+            await asyncio.wait_for(placed.wait(), 60)
             free.set()
             return await asyncio.gather(*coming)
 

@@ -62,8 +62,9 @@ def test_what_was_predicted_is_drafted_from_the_first_token_on(kind: str) -> Non
 
 def test_over_a_model_and_by_the_one_call() -> None:
     model, expected = tiny(), plainly("llama", PROMPT, 32)
-    result = specengine.generate(PROMPT, model, "ngram", max_new_tokens=32, prediction=expected)
-    without = specengine.generate(PROMPT, model, "ngram", max_new_tokens=32)
+    options: Any = {"policy": "eagle", "max_new_tokens": 32}  # `auto` may rest
+    result = specengine.generate(PROMPT, model, "ngram", prediction=expected, **options)
+    without = specengine.generate(PROMPT, model, "ngram", **options)
     assert result.token_ids == without.token_ids == expected
     assert result.stats.mean_acceptance_length > without.stats.mean_acceptance_length
 
