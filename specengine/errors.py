@@ -3,8 +3,6 @@
 Each message says what to do next.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -5,14 +5,12 @@ Imports neither torch nor transformers, because the command line's help reads it
 
 # ruff: noqa: RUF009 (option returns dataclasses.field)
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from specengine.errors import (
     MAYBE,
@@ -29,9 +27,6 @@ from specengine.errors import (
     whole,
 )
 from specengine.registry import is_array, plain
-
-if TYPE_CHECKING:
-    import torch
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
@@ -185,7 +180,7 @@ class LoadOptions(Checked):
         return [item.name for item in dataclasses.fields(cls)]
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> LoadOptions:
+    def of(cls, options: dict[str, Any]) -> Self:
         import torch
 
         require_options(options, cls.names())
@@ -208,7 +203,7 @@ class LoadOptions(Checked):
         return self
 
 
-def _device(device: Any) -> torch.device:
+def _device(device: Any) -> Any:
     import torch
 
     refusal = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"

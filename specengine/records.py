@@ -1,11 +1,9 @@
 """Records of a generation: the Cycle of each round, the Stats over all rounds, and the result."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -91,7 +89,7 @@ class Cycle:
     features: Tensor | None = field(default=None, repr=False, compare=False)
     grown: TokenTree | None = field(default=None, repr=False, compare=False)
     kept: Tensor | None = field(default=None, repr=False, compare=False)
-    successors: Successors | None = field(default=None, repr=False, compare=False)
+    successors: "Successors | None" = field(default=None, repr=False, compare=False)
     origins: list[str | None] | None = field(default=None, repr=False, compare=False)
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
     experts: Tensor | None = field(default=None, repr=False, compare=False)
@@ -125,7 +123,7 @@ class Outcome(NamedTuple):
     cycle: Cycle | None
 
     @classmethod
-    def of(cls, cycle: Cycle) -> Outcome:
+    def of(cls, cycle: Cycle) -> Self:
         """Return the outcome of a finished cycle."""
         tree = cycle.tree if cycle.grown is None else cycle.grown
         chosen = torch.tensor(

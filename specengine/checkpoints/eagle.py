@@ -1,7 +1,5 @@
 """Draft heads on disk: folders of `config.json` and `model.safetensors` or `pytorch_model.bin`; whether they fit."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -477,7 +475,7 @@ class Convention:
         """Return the share of hits, 0 to 1."""
         return float(self.hits.float().mean())
 
-    def surely_better_than(self, other: Convention) -> bool:
+    def surely_better_than(self, other: "Convention") -> bool:
         """Return whether the difference, row by row, is beyond chance."""
         differences = self.hits.float() - other.hits.float()
         error = float(differences.std()) / math.sqrt(len(differences))

@@ -4,10 +4,8 @@ A number is (code - zero point) * scale, computed in float32. Sources of the for
 compressed-tensors, GPTQModel, AutoAWQ, and transformers' finegrained_fp8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -70,7 +68,7 @@ class QuantizedMatrix(NamedTuple):
     zeros: StoredTensor | None
     groups: StoredTensor | None
 
-    def flat(self) -> QuantizedMatrix:
+    def flat(self) -> Self:
         return self
 
     def read(self, first: int, last: int, kind: str = "") -> Tensor:

@@ -1,9 +1,7 @@
 """The op of a best-first search: a bounded queue of scored nodes over one tree. Source: SALF Alg. 2."""
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ class Queues(NamedTuple):
     bound: Tensor
 
     @classmethod
-    def start(cls, budget: int, device: torch.device | str) -> Queues:
+    def start(cls, budget: int, device: torch.device | str) -> Self:
         """Return queues that hold the root, in G."""
         accepted, scores, log_probs = torch.full(
             (3, budget), -math.inf, device=device, dtype=torch.float32

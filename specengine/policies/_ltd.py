@@ -3,8 +3,6 @@
 A module of policies, none itself.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -125,7 +123,7 @@ class Networks(nn.Module):
             name: list(getattr(self, name).parameters()) for name in ("depth", "size")
         }
 
-    def on(self, device: torch.device) -> Networks:
+    def on(self, device: torch.device) -> "Networks":
         """Return the networks on a device, as a copy if they stand elsewhere."""
         if self.device == device:
             return self

@@ -1,7 +1,5 @@
 """DynaTree: children by confidence, depth by path probability, both adjusted to the history of acceptance."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -167,7 +165,7 @@ class DynaTree(TreePolicy):
         ids = nodes.ids.index_select(0, expanded.ids) if len(nodes.ids) else expanded.ids
         return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle = outcome.cycle
         assert cycle is not None  # it keeps no state on a device
         height = int(cycle.tree.depths.max())

@@ -1,7 +1,5 @@
 """Answers that keep to a JSON schema or a grammar: what is allowed and what is forced after any tokens."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -196,7 +194,7 @@ class Vocabularies:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._made: dict[tuple[int, ...], Any] = {}
 
-    def constraint(self, field: str, grammar: str, ends: Sequence[int]) -> Constraint:
+    def constraint(self, field: str, grammar: str, ends: Sequence[int]) -> "Constraint":
         """Return the constraint of a grammar of `compiled`; ends: ids that end an answer, possibly none.
 
         InputError where the grammar does not fit the tokenizer, or is met by no text.

@@ -1,10 +1,8 @@
 """GenerationOptions, the options of one generation, checked before any work, and the Request made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import (
@@ -87,7 +85,7 @@ class GenerationOptions(DeclaredOptions):
         model_config: GenerationConfig | None,
         prompt_length: int,
         max_context: int,
-    ) -> GenerationOptions:
+    ) -> Self:
         """Complete and check `options`; InputError names the field and what it accepts."""
         self = cls.check(options)
         asked = self.do_sample
@@ -121,7 +119,7 @@ class GenerationOptions(DeclaredOptions):
         return self
 
     @classmethod
-    def check(cls, options: dict[str, Any]) -> GenerationOptions:
+    def check(cls, options: dict[str, Any]) -> Self:
         """Return the options as given, each of them checked, before there is a model; InputError as `of` raises it."""
         declared = declarations()
         require_options(options, declared)

@@ -1,14 +1,12 @@
 """Turning a prompt into token ids, and token ids into text."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -46,6 +44,92 @@ Template = Mapping[str, Any] | None
 Messages = Sequence[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
+
+
+# ---- room
+
+
+LETTERS = 8  # for each token of the room: texts up to that are read at once
+# more tokens than this for each of the room's are too many, however pieces are joined
+MARGIN = 1.25
+PIECE = 1 << 14  # characters that are read without looking up
+
+
+@dataclass(frozen=True)
+class Room:
+    """A prompt's limit: a number of tokens.
+
+    longest       characters of the longest token, where that is known already
+    still_wanted  called before each piece of a long text is read; what it raises comes out
+    """
+
+    tokens: int
+    longest: int | None = None
+    still_wanted: Callable[[], None] = lambda: None
+
+    def require(self, field: str, texts: Iterable[str], tokenizer: Any) -> None:
+        """Raise InputError for texts that certainly do not fit; those that nearly do may pass.
+
+        A text longer than that many of the longest tokens is refused unread. A long one is read in pieces, up to where
+        there are too many.
+        """
+        texts = list(texts)
+        letters = sum(map(len, texts))
+        if letters <= LETTERS * self.tokens:
+            return
+        self.require_possible(field, letters, tokenizer)
+        count = read = 0
+        for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
+            self.still_wanted()
+            readable = piece.encode("utf-8", "replace").decode()
+            count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
+            read += len(piece)
+            if count > MARGIN * self.tokens:
+                message = (
+                    f"its first {read} of {letters} characters have {count} tokens, "
+                    f"accepted at most {self.tokens}"
+                )
+                raise self._too_long(field, message, count)
+
+    def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
+        """Raise InputError where a text of that many tokens cannot hold that many characters."""
+        longest = self.longest or longest_token(tokenizer)
+        if letters > longest * self.tokens:
+            message = f"it has {letters} characters, accepted at most {self.tokens} tokens, "
+            message += f"of which the longest has {longest} characters"
+            raise self._too_long(field, message, -(-letters // longest))
+
+    def _too_long(self, field: str, message: str, tokens: int) -> InputError:
+        """Return the error for a text of at least that many tokens."""
+        message = f"{field}: {message}"
+        if field != "prompt":
+            return InputError(message)
+        return ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Return the characters of the vocabulary's longest token; sys.maxsize where the tokenizer does not tell."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return max(map(len, vocabulary), default=0) or sys.maxsize
+
+
+def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
+    """Yield the texts in pieces of at most that many characters, short ones together."""
+    waiting: list[str] = []
+    letters = 0
+    for text in texts:
+        for start in range(0, len(text), most):
+            cut = text[start : start + most]
+            if letters + len(cut) > most:
+                yield "".join(waiting)
+                waiting, letters = [], 0
+            waiting.append(cut)
+            letters += len(cut)
+    if waiting:
+        yield "".join(waiting)
+
+
+# ---- prompts
 
 
 def token_ids(  # noqa: PLR0913
@@ -298,7 +382,7 @@ class SpecialText(NamedTuple):
     pattern: re.Pattern[str]
 
     @classmethod
-    def of(cls, tokenizer: Any) -> SpecialText | None:
+    def of(cls, tokenizer: Any) -> Self | None:
         """Return the texts of a tokenizer, or None where it has no special tokens."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = sorted({token.content for token in added if token.special}, key=len, reverse=True)
@@ -442,86 +526,3 @@ def _filled(tokenizer: Any, messages: Messages, tools: Any, options: dict[str, A
     if "fault" in answer:
         raise ValueError(answer["fault"])
     return str(answer["text"])
-
-
-# ---- room
-
-
-LETTERS = 8  # for each token of the room: texts up to that are read at once
-# more tokens than this for each of the room's are too many, however pieces are joined
-MARGIN = 1.25
-PIECE = 1 << 14  # characters that are read without looking up
-
-
-@dataclass(frozen=True)
-class Room:
-    """A prompt's limit: a number of tokens.
-
-    longest       characters of the longest token, where that is known already
-    still_wanted  called before each piece of a long text is read; what it raises comes out
-    """
-
-    tokens: int
-    longest: int | None = None
-    still_wanted: Callable[[], None] = lambda: None
-
-    def require(self, field: str, texts: Iterable[str], tokenizer: Any) -> None:
-        """Raise InputError for texts that certainly do not fit; those that nearly do may pass.
-
-        A text longer than that many of the longest tokens is refused unread. A long one is read in pieces, up to where
-        there are too many.
-        """
-        texts = list(texts)
-        letters = sum(map(len, texts))
-        if letters <= LETTERS * self.tokens:
-            return
-        self.require_possible(field, letters, tokenizer)
-        count = read = 0
-        for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
-            self.still_wanted()
-            readable = piece.encode("utf-8", "replace").decode()
-            count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
-            read += len(piece)
-            if count > MARGIN * self.tokens:
-                message = (
-                    f"its first {read} of {letters} characters have {count} tokens, "
-                    f"accepted at most {self.tokens}"
-                )
-                raise self._too_long(field, message, count)
-
-    def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
-        """Raise InputError where a text of that many tokens cannot hold that many characters."""
-        longest = self.longest or longest_token(tokenizer)
-        if letters > longest * self.tokens:
-            message = f"it has {letters} characters, accepted at most {self.tokens} tokens, "
-            message += f"of which the longest has {longest} characters"
-            raise self._too_long(field, message, -(-letters // longest))
-
-    def _too_long(self, field: str, message: str, tokens: int) -> InputError:
-        """Return the error for a text of at least that many tokens."""
-        message = f"{field}: {message}"
-        if field != "prompt":
-            return InputError(message)
-        return ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
-
-
-def longest_token(tokenizer: Any) -> int:
-    """Return the characters of the vocabulary's longest token; sys.maxsize where the tokenizer does not tell."""
-    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return max(map(len, vocabulary), default=0) or sys.maxsize
-
-
-def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the texts in pieces of at most that many characters, short ones together."""
-    waiting: list[str] = []
-    letters = 0
-    for text in texts:
-        for start in range(0, len(text), most):
-            cut = text[start : start + most]
-            if letters + len(cut) > most:
-                yield "".join(waiting)
-                waiting, letters = [], 0
-            waiting.append(cut)
-            letters += len(cut)
-    if waiting:
-        yield "".join(waiting)

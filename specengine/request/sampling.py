@@ -1,7 +1,5 @@
 """Choose tokens, decide where an answer ends, and report log-probabilities."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -351,7 +349,7 @@ class Stopper:
         """Return the characters at the beginning of the answer in which no stop string counts."""
         return 0 if self._texts is None else self._texts.passed
 
-    def _showing(self, decode: Any) -> _Tail | None:
+    def _showing(self, decode: Any) -> "_Tail | None":
         """Return the text with the special tokens whose own text is in a stop string; None if there are none."""
         tokens = decode.specials_in(self.stop_strings) if hasattr(decode, "specials_in") else ()
         return (

@@ -1,7 +1,5 @@
 """Token ids as text: whole, and as it grows."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -155,7 +153,7 @@ class SharedTokenizer:
         self._given, self._reads, self._copies_alone = tokenizer, threading.Lock(), threading.Lock()
 
     @classmethod
-    def of(cls, tokenizer: Any) -> SharedTokenizer | None:
+    def of(cls, tokenizer: Any) -> "SharedTokenizer | None":
         """Return a tokenizer, which may be None, for several threads."""
         return (
             None

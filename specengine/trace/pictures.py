@@ -1,7 +1,5 @@
 """Figures of traces: how they are written, and the picture of one cycle's tree, root on the left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

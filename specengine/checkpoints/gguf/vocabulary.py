@@ -7,8 +7,6 @@ vocabulary is none, as there. Two things differ. A byte-level file that names no
 that the file types as plain text, or as the user's, is what the file says, whatever it looks like.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass
@@ -37,6 +35,20 @@ class TokenKind(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rules that split text into words.
+
+    expressions    each cuts the words that the one before left, the whole text first
+    ignore_merges  a word that is a token is taken whole, whatever the merges say
+    add_bos        a prompt begins with the first token where the file does not say
+    """
+
+    expressions: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
 
 
 # where the file names none
@@ -503,20 +515,6 @@ _YOUTU = (
     r"|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}"
     rf"\x{{FE30}}-\x{{FE4F}}]+|[\x{{3105}}-\x{{312F}}]+|[{_HAN}{_KANA}]+"
 )
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Rules that split text into words.
-
-    expressions    each cuts the words that the one before left, the whole text first
-    ignore_merges  a word that is a token is taken whole, whatever the merges say
-    add_bos        a prompt begins with the first token where the file does not say
-    """
-
-    expressions: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
 
 
 DEFAULT = Splits((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))

@@ -1,7 +1,5 @@
 """The layout of the EAGLE repository: EAGLE-1, -2 and -3, HASS, and all who train by it. vLLM and SGLang read it."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, listed
@@ -64,7 +62,7 @@ class EagleLayout(Layout):
         return True
 
     @classmethod
-    def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    def written(cls, config: "EagleConfig", dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config.json as SpecForge writes it, which the EAGLE repository, SGLang and vLLM read."""
         cls.refuse(norm_recurrent=config.norm_recurrent, qk_norm=config.qk_norm)
         raw = cls.layer_config(config) | {
@@ -98,7 +96,7 @@ class EagleLayout(Layout):
         return raw
 
     @classmethod
-    def unread(cls, config: EagleConfig) -> list[str]:
+    def unread(cls, config: "EagleConfig") -> list[str]:
         """Return what readers ignore (see Layout), by the sources of vLLM 0.32 and SGLang 0.5.23."""
         if config.version == 1:
             return []

@@ -1,7 +1,5 @@
 """The layout of speculators, which vLLM reads: the decoder layer's config is an object of its own."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, require_field
@@ -67,7 +65,7 @@ class Speculators(Layout):
         )
 
     @classmethod
-    def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    def written(cls, config: "EagleConfig", dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config to write (see Layout). Its readers load shared tensors by the target's name."""
         require_field(
             "target",
@@ -128,7 +126,7 @@ class Speculators(Layout):
         }
 
     @classmethod
-    def unread(cls, config: EagleConfig) -> list[str]:
+    def unread(cls, config: "EagleConfig") -> list[str]:
         """Return what readers ignore (see Layout), by the sources of vLLM 0.32 and speculators 0.9."""
         if config.version == 1:
             return ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]

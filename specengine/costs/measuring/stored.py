@@ -1,7 +1,5 @@
 """Measured costs, stored in the cache folder by model, draft, device and versions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

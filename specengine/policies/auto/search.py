@@ -1,7 +1,5 @@
 """What the search reads and writes on a device: counted chances, notes on nodes, prices and the rate of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -74,7 +72,7 @@ class DeviceSearch:
             self.bound = ops.bind_search(state)
         ops.update_throughput(throughput, self.none)
 
-    def share(self, other: DeviceSearch) -> None:
+    def share(self, other: "DeviceSearch") -> None:
         """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
         shared = {name: getattr(other.bound.counts, name) for name in SHARED}
         counts = self.bound.counts._replace(**shared)
