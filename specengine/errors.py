@@ -7,7 +7,8 @@ import dataclasses
 import difflib
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,6 +147,18 @@ def why_not_loaded(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "it contains more than tensors, and code in a pickle is never run"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@contextmanager
+def restating(
+    caught: type[BaseException] | tuple[type[BaseException], ...],
+    restated: Callable[[Any], Exception],
+) -> Iterator[None]:
+    """Raise the error that `restated` makes of one of these kinds, which becomes its cause."""
+    try:
+        yield
+    except caught as error:
+        raise restated(error) from error
 
 
 # ---- checks of values

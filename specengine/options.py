@@ -23,6 +23,7 @@ from specengine.errors import (
     reader,
     require_input,
     require_options,
+    restating,
     shown,
     whole,
 )
@@ -207,10 +208,8 @@ def _device(device: Any) -> Any:
     import torch
 
     refusal = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
-    try:
+    with restating((RuntimeError, TypeError), lambda _: InputError(refusal)):
         chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(refusal) from error
     require_input(refusal, chosen.type in DEVICES)
     present = {
         "cuda": torch.cuda.is_available(),

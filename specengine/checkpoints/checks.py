@@ -19,6 +19,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require_intact,
     require_supported,
+    restating,
     shown,
 )
 from specengine.files import read_object, safetensors_files
@@ -266,12 +267,13 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
         return None
     if file is None:
         return None
-    try:
-        raw = read_object(Path(file))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
+    with restating(
+        (OSError, ValueError),
+        lambda error: CheckpointError(
             f"model {name!r}: {ADAPTER_CONFIG_NAME} is damaged ({error})"
-        ) from error
+        ),
+    ):
+        raw = read_object(Path(file))
     adapter = Adapter(name, _kind(name, raw), _base(name, raw))
     if raw.get("megatron_config") is not None:
         raise adapter.unfit(
@@ -336,12 +338,14 @@ def _require_applicable(adapter: Adapter, folder: Path) -> None:
     )
     import peft
 
-    try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # peft may raise anything over fields that it does not know
-        raise adapter.unfit(
+    # peft may raise anything over fields that it does not know
+    with restating(
+        Exception,
+        lambda error: adapter.unfit(
             f"peft {peft.__version__} says {type(error).__name__}: {error}"
-        ) from error
+        ),
+    ):
+        config = peft.PeftConfig.from_pretrained(str(folder))
     require_supported(f"{adapter.described}, {_PROMPTS}", not _adds_more_than_layers(config))
 
 

@@ -20,7 +20,14 @@ from transformers.utils import cached_file
 from specengine.checkpoints import gguf, layouts
 from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
-from specengine.errors import CheckpointError, kind_of, require_intact, shown, why_not_loaded
+from specengine.errors import (
+    CheckpointError,
+    kind_of,
+    require_intact,
+    restating,
+    shown,
+    why_not_loaded,
+)
 from specengine.files import atomic, read_object, write_whole
 from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
@@ -171,7 +178,7 @@ def load_head(
     )
     place, names = (folder, _GGUF_NAMES) if folder.is_file() else (folder / "config.json", {})
     raw, tensors = _read_gguf(folder) if names else (_read_config(folder), _read_tensors(folder))
-    try:
+    with restating(CheckpointError, lambda error: CheckpointError(f"{place}: {error}")):
         layout_class = layouts.layout_of(raw)
         if producer is not None:  # which may only narrow it down
             family, layout_class = layout_class.family, layouts.named(producer)
@@ -183,16 +190,16 @@ def load_head(
         layout = layout_class(raw, named, chosen=producer is not None, layer_ids=layer_ids)
         config_class = DflashConfig if layout.family == "dflash" else EagleConfig
         config = config_class(version=layout.version, **layout.read())
-        try:  # each number in range, they may make no positions
+        # each number in range, they may make no positions
+        with restating(
+            (ArithmeticError, ValueError),
+            lambda error: CheckpointError(f"rope_parameters: {error}"),
+        ):
             frequencies, scale = rope_frequencies(config)
-        except (ArithmeticError, ValueError) as error:
-            raise CheckpointError(f"rope_parameters: {error}") from error
         require_intact(
             f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite",
             bool(frequencies.isfinite().all()) and math.isfinite(scale),
         )
-    except CheckpointError as error:
-        raise CheckpointError(f"{place}: {error}") from error
     prefixes = names or layout.prefixes(layout.version)
     if "fc.weight" not in tensors and (faults := wrapped(["fc.weight"], tensors)):
         raise CheckpointError(f"{folder}: {faults[0]}")
@@ -274,10 +281,10 @@ def save_head(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
+    with restating(
+        (OSError, ValueError), lambda error: CheckpointError(f"{folder / 'config.json'}: {error}")
+    ):
         return read_object(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from specengine.errors import (
     UnsupportedModelError,
     refuse_misfits,
     require,
+    restating,
 )
 from specengine.files import safetensors_files
 from specengine.models.configs import family_of, layer_template, with_buffers
@@ -128,7 +129,11 @@ def load_assistant(
     A loaded one's weights are used where they are, or copied where dtype or device differ; its modules are not run.
     """
     name = type(draft).__name__ if isinstance(draft, PreTrainedModel) else draft
-    try:
+    # of transformers' own checks too
+    with restating(
+        (OSError, ValueError, AttributeError, TypeError),
+        lambda error: CheckpointError(f"{name}: no assistant can be made of its config: {error}"),
+    ):
         folder = None if isinstance(draft, PreTrainedModel) else Path(draft)
         file = gguf.read(folder) if folder is not None and folder.is_file() else None
         if folder is not None and not folder.exists():
@@ -143,13 +148,6 @@ def load_assistant(
             else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         )
         net = Assistant(config, target.dtype)
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-        TypeError,
-    ) as error:  # of transformers' own checks too
-        raise CheckpointError(f"{name}: no assistant can be made of its config: {error}") from error
     state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
     if file is not None:
         layers = [key for key in net.state_dict() if key.startswith("model.")]

@@ -52,6 +52,7 @@ from specengine.errors import (
     require,
     require_input,
     require_supported,
+    restating,
     shown,
 )
 from specengine.files import read_object
@@ -319,10 +320,8 @@ def _read_by_transformers(
 
     Raises `refused` where that reader does not know it either, or this package does and refuses the file's settings.
     """
-    try:
+    with restating(CheckpointError, lambda _: refused):
         file = gguf.read(path)
-    except CheckpointError as error:
-        raise refused from error
     with file:
         if len(file.parts) > 1 or gguf.is_known(file.metadata):
             raise refused
@@ -553,10 +552,8 @@ def open_native(
         return open_gguf(file, dtype, models.embedded.NAME)
     if is_gguf(name):
         return open_gguf(Path(name), dtype)
-    try:
+    with restating(UnsupportedModelError, lambda error: UnsupportedModelError(f"native: {error}")):
         config = config_of(name, offline=offline, trust_remote_code=trust_remote_code)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"native: {error}") from error
     quantized, text = take_format(config), text_config(config)
     refuse_config(text)
     folder = Path(name) if Path(name).is_dir() else _fetched(name, offline)
@@ -574,16 +571,16 @@ def open_native(
 
 
 def _fetched(name: str, offline: bool) -> Path:
-    try:
+    # the hub's own errors, of many kinds; transformers' loading says more
+    with restating(
+        Exception,
+        lambda error: UnsupportedModelError(
+            f"native: {name} cannot be fetched ({str(error).splitlines()[0]})"
+        ),
+    ):
         return Path(
             snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=offline)
         )
-    except (
-        Exception
-    ) as error:  # the hub's own errors, of many kinds; transformers' loading says more
-        raise UnsupportedModelError(
-            f"native: {name} cannot be fetched ({str(error).splitlines()[0]})"
-        ) from error
 
 
 def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specengine.checkpoints.safetensors_file import StoredTensor
-from specengine.errors import UnsupportedModelError, require_intact, shown
+from specengine.errors import UnsupportedModelError, require_intact, restating, shown
 
 _FLOAT8 = torch.float8_e4m3fn
 # kinds of GGUF, by the bits of codes and whether all zero points are in the middle of these
@@ -240,7 +240,13 @@ def take_format(config: PretrainedConfig) -> CodeFormat | None:
     fields = vars(config).pop("quantization_config", None)
     if fields is None:
         return None
-    try:
+    with restating(
+        (AttributeError, KeyError, TypeError, ValueError),
+        lambda _: UnsupportedModelError(
+            f"native: quantized weights: quantization_config: got {shown(fields)}, "
+            "accepted objects as its library writes them"
+        ),
+    ):
         groups = list((fields.get("config_groups") or {}).values())
         _one_of({"config_groups": len(groups)}, "config_groups", {None: {}, 1: {}})
         for group in groups:
@@ -251,11 +257,6 @@ def take_format(config: PretrainedConfig) -> CodeFormat | None:
         block = fields.get("weight_block_size") or fields.get("block_structure")
         rows, inputs = block or (form.size[0], fields.get("group_size"))
         return form._replace(size=(max(int(rows), 0), max(int(inputs or 0), 0)))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"native: quantized weights: quantization_config: got {shown(fields)}, "
-            "accepted objects as its library writes them"
-        ) from error
 
 
 def _one_of(fields: Mapping[str, Any], field: str, accepted: Mapping[Any, Any]) -> Any:

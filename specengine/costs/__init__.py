@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, restating
 from specengine.files import read_text
 
 if TYPE_CHECKING:
@@ -251,7 +251,12 @@ def find_costs(name: str) -> PassCosts:
     """
     if name in PUBLISHED:
         return PUBLISHED[name]
-    try:
+    with restating(
+        (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration),
+        lambda error: InputError(
+            f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
+        ),
+    ):
         text = read_text(Path(name))
         record = next(record for record in _records(text) if "verify_ms_by_nodes" in record)
         verify, draft = (
@@ -259,10 +264,6 @@ def find_costs(name: str) -> PassCosts:
             for name in ("verify_ms_by_nodes", "draft_pass_ms_by_width")
         )
         overhead = float(record.get("cycle_overhead_ms", 0)) / 1e3
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise InputError(
-            f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
-        ) from error
     return PassCosts(
         Path(name).stem, verify, draft, source="measured", measured=True, overhead=overhead
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specengine import ops
-from specengine.errors import TRUTH, InputError, number, reader, require_input, whole
+from specengine.errors import TRUTH, InputError, number, reader, require_input, restating, whole
 from specengine.files import atomic
 from specengine.policies import PerDevice
 
@@ -199,12 +199,13 @@ def load(kind: str, classifier: str) -> Classifier:
     require_input(
         f"{where} is not a file; train one with: {training_command(kind)}", file.is_file()
     )
-    try:
-        state, facts = read(file)
-    except UNREADABLE as error:
-        raise InputError(
+    with restating(
+        UNREADABLE,
+        lambda error: InputError(
             f"{where} cannot be read ({error!r}); train it again with: {training_command(kind)}"
-        ) from error
+        ),
+    ):
+        state, facts = read(file)
     readers = {
         "format": reader(f"{FORMAT}", lambda value: value == FORMAT),
         "kind": reader(kind, lambda value: value == kind),

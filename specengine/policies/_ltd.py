@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specengine import ops
-from specengine.errors import InputError, require_input
+from specengine.errors import InputError, require_input, restating
 from specengine.policies import require, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read, write
 
@@ -208,7 +208,12 @@ def load(networks: str) -> Trained:
         "python -m research.ltd train",
         file.is_file(),
     )
-    try:
+    with restating(
+        UNREADABLE,
+        lambda error: InputError(
+            f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
+        ),
+    ):
         state, facts = read(file)
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
             raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
@@ -222,8 +227,4 @@ def load(networks: str) -> Trained:
             )
         )
         empty_networks = Networks(shape, facts["hidden"], facts["activation"])
-    except UNREADABLE as error:
-        raise InputError(
-            f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
-        ) from error
     return Trained(filled(empty_networks, state, where), facts)

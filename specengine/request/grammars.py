@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from specengine.errors import InputError, missing_extra, require, require_input, shown
+from specengine.errors import InputError, missing_extra, require, require_input, restating, shown
 from specengine.files import MARK
 from specengine.models import common_prefix
 from specengine.request import schemas
@@ -45,11 +45,12 @@ def library() -> Any:
     """Return llguidance; MissingExtraError where it is not installed."""
     if "llguidance" not in sys.modules:
         READERS.start()  # while this imports
-    try:
+    with restating(
+        ImportError,
+        lambda error: missing_extra("json_schema, json_object, grammar", "grammar", error),
+    ):
         import llguidance
         import llguidance.hf
-    except ImportError as error:
-        raise missing_extra("json_schema, json_object, grammar", "grammar", error) from error
     return llguidance
 
 
@@ -100,10 +101,10 @@ def _text_of(field: str, value: Any) -> str:
     if field == "json_object":
         return '{"type": "object"}'
     if field == "json_schema" and isinstance(value, Mapping):
-        try:
+        with restating(
+            (TypeError, ValueError, RecursionError), lambda error: refused(field, str(error))
+        ):
             value = json.dumps(dict(value), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise refused(field, str(error)) from error
     value = value.removeprefix(MARK) if isinstance(value, str) else value
     if not isinstance(value, str) or not value.strip():
         accepted = (
@@ -113,10 +114,11 @@ def _text_of(field: str, value: Any) -> str:
         )
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
     require(field, f"{len(value)} characters", f"up to {MAX_TEXT}", len(value) <= MAX_TEXT)
-    try:
+    with restating(
+        UnicodeEncodeError,
+        lambda error: InputError(f"{field}: character {error.start} is not Unicode text"),
+    ):
         value.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{field}: character {error.start} is not Unicode text") from error
     return value
 
 
@@ -230,14 +232,15 @@ class Vocabularies:
         if ends not in self._made:
             size = max(self._size, len(self._tokenizer))
             end_ids = list(ends) or [self._stand_in]
-            try:
+            with restating(
+                ValueError,
+                lambda error: InputError(
+                    f"{field}: the tokenizer cannot be read for it ({error!s:.200})"
+                ),
+            ):
                 self._made[ends] = library().hf.from_tokenizer(
                     self._tokenizer, n_vocab=size, eos_token=end_ids
                 )
-            except ValueError as error:
-                raise InputError(
-                    f"{field}: the tokenizer cannot be read for it ({error!s:.200})"
-                ) from error
         return self._made[ends]
 
 

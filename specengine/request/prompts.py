@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +19,7 @@ from specengine.errors import (
     require,
     require_input,
     require_value,
+    restating,
     shown,
 )
 from specengine.registry import is_array, is_number, plain
@@ -447,12 +448,13 @@ def _with(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _require_unicode(field: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
+    with restating(
+        UnicodeEncodeError,
+        lambda error: InputError(
             f"{field}: character {error.start} is not Unicode text ({text[error.start]!r}); was it read as UTF-8?"
-        ) from error
+        ),
+    ):
+        text.encode("utf-8")
 
 
 def require_tokens(field: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -498,17 +500,14 @@ def fills_itself(tokenizer: Any) -> bool:
     )
 
 
-@contextmanager
-def _refusing(field: str) -> Iterator[None]:
-    try:
-        yield
-    except (
-        Exception
-    ) as error:  # a template raises what it likes over roles and fields that it does not know
-        text = " ".join(str(error).split())
-        raise InputError(
-            f"{field}: the chat template does not take these messages ({text:.300})"
-        ) from error
+def _refusing(field: str) -> AbstractContextManager[None]:
+    # a template raises what it likes over roles and fields that it does not know
+    return restating(
+        Exception,
+        lambda error: InputError(
+            f"{field}: the chat template does not take these messages ({' '.join(str(error).split()):.300})"
+        ),
+    )
 
 
 def _filled(tokenizer: Any, messages: Messages, tools: Any, options: dict[str, Any]) -> str:

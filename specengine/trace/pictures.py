@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import InputError, require_suffix
+from specengine.errors import InputError, require_suffix, restating
 from specengine.files import atomic, writing
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, TracedCycle
 
@@ -33,11 +33,11 @@ def write_figure(
     without matplotlib, or if the file cannot be written.
     """
     require_suffix(field, file, METADATA)
-    try:
+    with restating(
+        ImportError, lambda _: InputError(f"{field}: needs matplotlib, run pip install matplotlib")
+    ):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(f"{field}: needs matplotlib, run pip install matplotlib") from error
     suffix = file.suffix.lower()
     with matplotlib.rc_context({**look, "svg.hashsalt": "specengine"}):
         figure: Any = Figure(**options)

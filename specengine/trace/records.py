@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.errors import InputError, require_input, require_value, shown
+from specengine.errors import InputError, require_input, require_value, restating, shown
 
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -167,10 +167,11 @@ def read_trace(file: Path) -> Trace:
     An incomplete last line, as a killed run leaves it, is skipped and reported. Raise InputError naming line and field
     for any other error.
     """
-    try:
+    with restating(
+        OSError,
+        lambda error: InputError(f"trace: {file} cannot be read ({error.strerror or error})"),
+    ):
         lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"trace: {file} cannot be read ({error.strerror or error})") from error
     reading = _Reading(file)
     for number, line in enumerate(lines[:-1], start=1):
         reading.take(_parsed(line, f"{file}, line {number}"), f"{file}, line {number}")
@@ -240,10 +241,11 @@ class _Reading:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
+    with restating(
+        (ValueError, RecursionError),
+        lambda error: InputError(f"trace: {where} is not JSON ({error})"),
+    ):
         record = json.loads(line, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"trace: {where} is not JSON ({error})") from error
     require_value(f"trace: {where}", record, "an object", isinstance(record, dict))
     return record
 

@@ -19,6 +19,7 @@ from specengine.errors import (
     refuse_misfits,
     require_intact,
     require_supported,
+    restating,
 )
 from specengine.models import families
 
@@ -210,15 +211,17 @@ def _model_config(metadata: MetadataFields, architecture: str) -> transformers.P
         "pad_token_id": special_id(file, "padding_token_id", sizes["vocabulary"]),
     }
     config_class = CONFIG_MAPPING[model_type]
-    try:
+    # transformers' own checks, whose errors have no common base
+    with restating(
+        Exception,
+        lambda error: CheckpointError(
+            f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
+        ),
+    ):
         fields |= form.finish(fields, metadata.value)
         return config_class(
             **fields, architectures=[config_class.__name__.replace("Config", "ForCausalLM")]
         )
-    except Exception as error:  # transformers' own checks, whose errors have no common base
-        raise CheckpointError(
-            f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
-        ) from error
 
 
 def head_architecture(path: str | Path) -> str:

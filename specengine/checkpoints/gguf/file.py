@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specengine.errors import CheckpointError, InputError, require_input, require_intact
+from specengine.errors import CheckpointError, InputError, require_input, require_intact, restating
 
 _NUMBERS = {
     0: "u1",
@@ -219,11 +219,11 @@ class _Source:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with restating(
+            OSError, lambda error: CheckpointError(f"{path} cannot be opened: {error.strerror}")
+        ):
             require_intact(f"{path} is not a file", path.is_file())
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self.descriptor)
         self._state = self._present_state()
         self.size = self._state[0]
@@ -290,10 +290,10 @@ class _Cursor:
                 there = self._load(position)
             texts.append(data[start:position])
         self.position = position
-        try:
+        with restating(
+            UnicodeDecodeError, lambda error: self.error(f"is not UTF-8 ({error.reason})")
+        ):
             return [piece.decode() for piece in texts]
-        except UnicodeDecodeError as error:
-            raise self.error(f"is not UTF-8 ({error.reason})") from error
 
     def require_room(self, count: int, size: int) -> None:
         """Refuse a count of entries of `size` bytes or more each that the rest of the file cannot hold."""

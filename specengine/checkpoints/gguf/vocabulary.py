@@ -23,6 +23,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require_intact,
     require_supported,
+    restating,
 )
 
 
@@ -271,7 +272,13 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
             file,
             f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others",
         )
-    try:
+    # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
+    with restating(
+        Exception,
+        lambda error: CheckpointError(
+            f"{file.path}: no tokenizer can be built from its vocabulary: {error}"
+        ),
+    ):
         backend = (
             _sentencepiece(file, tokens, special["unk_token"])
             if splits is None
@@ -279,12 +286,6 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
         )
         _add_special(backend, tokens, ids.values())
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **special)
-    except (
-        Exception
-    ) as error:  # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
-        raise CheckpointError(
-            f"{file.path}: no tokenizer can be built from its vocabulary: {error}"
-        ) from error
 
 
 def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
