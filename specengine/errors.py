@@ -367,7 +367,6 @@ def number(
             and (value < high if open_high else value <= high)
         )
 
-    limits = {"gt" if open_low else "ge": low, "lt" if open_high else "le": high}
     return Reader(
         lambda name, value: require_value(
             name,
@@ -376,7 +375,7 @@ def number(
             holds(value),
         ),
         float,
-        _finite(limits),
+        _finite({"gt" if open_low else "ge": low, "lt" if open_high else "le": high}),
     )
 
 

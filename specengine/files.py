@@ -14,6 +14,7 @@ from specengine.errors import (
     CacheFolderError,
     CheckpointError,
     InputError,
+    require_input,
     require_intact,
     restating,
 )
@@ -163,13 +164,13 @@ def require_same(
 ) -> None:
     """Raise InputError where a record of an earlier run differs from this one's in one of these fields."""
     differing = [name for name in names if was.get(name) != now.get(name)]
-    if differing:
-        listed = "; ".join(
-            f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing
-        )
-        raise InputError(
-            f"out: {file} belongs to a run with other {what} ({listed}); name another file"
-        )
+    listed = "; ".join(
+        f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing
+    )
+    require_input(
+        f"out: {file} belongs to a run with other {what} ({listed}); name another file",
+        not differing,
+    )
 
 
 def unwritable(file: Path, error: OSError, field: str = "out") -> InputError:

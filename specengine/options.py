@@ -200,25 +200,20 @@ class LoadOptions(Checked):
         require_input(
             f"tp_plan: got {', '.join(alone)} too, which are for a model in one process", not alone
         )
-        self.device = _device(self.device) if self.device is not None else None
+        if self.device is not None:
+            refusal = f"device: got {shown(self.device)}, accepted cpu, cuda, cuda:N, mps or xpu"
+            with restating((RuntimeError, TypeError), lambda _: InputError(refusal)):
+                self.device = torch.device(self.device)
+            kind = self.device.type
+            require_input(refusal, kind in DEVICES)
+            present = {
+                "cuda": torch.cuda.is_available(),
+                "mps": torch.backends.mps.is_available(),
+                "xpu": torch.xpu.is_available(),
+            }
+            require_input(
+                f"device: {kind} was asked for, but torch sees no "
+                f"{'CUDA' if kind == 'cuda' else 'such'} device",
+                present.get(kind, True),
+            )
         return self
-
-
-def _device(device: Any) -> Any:
-    import torch
-
-    refusal = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
-    with restating((RuntimeError, TypeError), lambda _: InputError(refusal)):
-        chosen = torch.device(device)
-    require_input(refusal, chosen.type in DEVICES)
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "xpu": torch.xpu.is_available(),
-    }
-    require_input(
-        f"device: {chosen.type} was asked for, but torch sees no "
-        f"{'CUDA' if chosen.type == 'cuda' else 'such'} device",
-        present.get(chosen.type, True),
-    )
-    return chosen

@@ -142,8 +142,9 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
         for key, value in vars(module).items()
         if inspect.isclass(value) and (key == cls or value.__module__ == full)
     }
-    variant = require_known(f"{field}: {file}", cls, classes)
-    return _checked(base, variant, f"{field}: {name}", f"{file} has")
+    return _checked(
+        base, require_known(f"{field}: {file}", cls, classes), f"{field}: {name}", f"{file} has"
+    )
 
 
 def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:

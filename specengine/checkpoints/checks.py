@@ -274,7 +274,18 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
         ),
     ):
         raw = read_object(Path(file))
-    adapter = Adapter(name, _kind(name, raw), _base(name, raw))
+    kind: Any = raw.get("peft_type")
+    require_intact(
+        f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name",
+        isinstance(kind, str),
+    )
+    base: Any = name if (Path(name) / CONFIG_NAME).exists() else raw.get(_BASE)
+    require_intact(
+        f"model {name!r}: it is an adapter of kind {kind[:40]} without a model; {_BASE} of its "
+        f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes",
+        isinstance(base, str) and bool(base),
+    )
+    adapter = Adapter(name, kind[:40], base)
     if raw.get("megatron_config") is not None:
         raise adapter.unfit(
             f"for its megatron_config peft runs the module {shown(raw.get('megatron_core'))}"
@@ -308,27 +319,6 @@ def model_in(field: str, model: Any) -> Any:
                 f"{field}: its {type(model).__name__} has an adapter of kind {kind}, {_PROMPTS}"
             )
     return model.base_model.model
-
-
-def _kind(name: str, raw: dict[str, Any]) -> str:
-    kind: Any = raw.get("peft_type")
-    require_intact(
-        f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name",
-        isinstance(kind, str),
-    )
-    return kind[:40]
-
-
-def _base(name: str, raw: dict[str, Any]) -> str:
-    if (Path(name) / CONFIG_NAME).exists():
-        return name
-    base: Any = raw.get(_BASE)
-    require_intact(
-        f"model {name!r}: it is an adapter of kind {_kind(name, raw)} without a model; {_BASE} of its "
-        f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes",
-        isinstance(base, str) and bool(base),
-    )
-    return base
 
 
 def _require_applicable(adapter: Adapter, folder: Path) -> None:

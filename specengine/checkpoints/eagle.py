@@ -146,8 +146,12 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
         if not layouts.is_head(config):
             return None
         for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
-            missing = {"_raise_exceptions_for_missing_entries": False}
-            file = cached_file(draft, name, local_files_only=offline, **missing)
+            file = cached_file(
+                draft,
+                name,
+                local_files_only=offline,
+                _raise_exceptions_for_missing_entries=False,
+            )
             if file is not None and name != "config.json":
                 return Path(file).parent
     except OSError:

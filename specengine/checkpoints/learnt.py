@@ -122,8 +122,10 @@ class Learnt:
         texts = self.folder / "texts"
         if len(tokens) == len(answer) or not answer or any(texts.glob(f"*-{content}.json")):
             return
-        record = {"tokens": tokens, "prompt": len(tokens) - len(answer)}
-        write_whole(texts / f"{time.time_ns():020d}-{content}.json", json.dumps(record))
+        write_whole(
+            texts / f"{time.time_ns():020d}-{content}.json",
+            json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}),
+        )
         total = 0
         for number, text in enumerate(reversed(self.texts())):
             total += len(text.tokens)

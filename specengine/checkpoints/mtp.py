@@ -73,8 +73,13 @@ def load(name: str, target: LanguageModel) -> MtpHead:
         names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
         stored = stacked({inside: tensors[key] for key, inside in names.items()}, {})
         state = {inside: tensor.read(0, tensor.shape[0]) for inside, tensor in stored.items()}
-    else:
-        state = _in_file(file)
+    else:  # in the block after the file's own
+        by_name = _names_in_file(file.config)
+        state = {
+            key: file.made_of(stored, key)
+            for key, stored in by_name.items()
+            if file.file.tensors.keys() >= {*stored, *by_name["fc.weight"]}
+        }
     require(
         "draft",
         "mtp",
@@ -170,17 +175,6 @@ def load_assistant(
         with contextlib.suppress(UnsupportedModelError):
             return NativeAssistant(net, target)
     return AssistantHead(net, target)
-
-
-def _in_file(source: GGUFSource) -> dict[str, Tensor]:
-    """Return a head's tensors, by their names in MtpLayer, in the block after a GGUF file's own; empty for none."""
-    names = _names_in_file(source.config)
-    has = {key: all(one in source.file.tensors for one in stored) for key, stored in names.items()}
-    return {
-        key: source.made_of(stored, key)
-        for key, stored in names.items()
-        if has[key] and has["fc.weight"]
-    }
 
 
 def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:

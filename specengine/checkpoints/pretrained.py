@@ -191,9 +191,8 @@ def _native(
     if isinstance(model, PreTrainedModel):
         if not short:
             refuse_short(model.config)
-        name = model.config.name_or_path
         lm = from_model(model, quantize=options.quantize, numerics=options.numerics)
-        return lm, tokenizer or (_tokenizer(name, options) if name else None)
+        return lm, tokenizer or _tokenizer(model.config.name_or_path, options)
     opened = open_native(
         model,
         dtype=options.dtype,
@@ -216,8 +215,7 @@ def _huggingface(
     adapter: Adapter | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, PreTrainedModel):
-        name = model.config.name_or_path
-        return model, tokenizer or (_tokenizer(name, options) if name else None)
+        return model, tokenizer or _tokenizer(model.config.name_or_path, options)
     require_bfloat16(options, torch.bfloat16 if model is not None and is_gguf(model) else None)
     if model is not None and is_gguf(model):
         return _from_gguf(model, options, tokenizer)
@@ -379,7 +377,8 @@ def _require_weights(
 
 
 def _tokenizer(name: str, options: LoadOptions) -> Any:
-    return _noted(name, partial(tokenizer_at, name, options.offline, options.trust_remote_code))
+    load = partial(tokenizer_at, name, options.offline, options.trust_remote_code)
+    return _noted(name, load) if name else None
 
 
 def _noted(name: str, load: Callable[[], Any]) -> Any:
@@ -548,8 +547,9 @@ def open_native(
     stored; CheckpointError for damaged files.
     """
     if name is None or name == models.embedded.NAME:
-        file = models.embedded.gguf(offline=offline, progress=progress)
-        return open_gguf(file, dtype, models.embedded.NAME)
+        return open_gguf(
+            models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME
+        )
     if is_gguf(name):
         return open_gguf(Path(name), dtype)
     with restating(UnsupportedModelError, lambda error: UnsupportedModelError(f"native: {error}")):

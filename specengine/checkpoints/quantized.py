@@ -138,8 +138,7 @@ def _unpacked(words: Tensor, form: CodeFormat, places: Tensor) -> Tensor:
         return words.float()
     each = 32 // form.bits
     shifts = torch.tensor(form.order or range(each), dtype=torch.int32, device="cpu") * form.bits
-    codes = words[:, places // each] >> shifts[places % each] & (1 << form.bits) - 1
-    return codes.float()
+    return (words[:, places // each] >> shifts[places % each] & (1 << form.bits) - 1).float()
 
 
 def _blocks(levels: Tensor, steps: Tensor, kind: str) -> Tensor:

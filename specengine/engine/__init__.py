@@ -92,8 +92,9 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
             for answer in [answer for engine in engines for answer in engine.answers]:
                 answer.close()
         except ValueError as error:  # of a generator that is executing
-            message = "this engine is generating in another thread; close it after that answer"
-            raise EngineBusyError(message) from error
+            raise EngineBusyError(
+                "this engine is generating in another thread; close it after that answer"
+            ) from error
         for engine in engines:
             engine.let_go()
         self._streams = None

@@ -217,9 +217,7 @@ class Mark:
 def clear_workspaces() -> None:
     """Drop the cuBLAS workspaces of all streams; products make new ones on demand."""
     # missing in torch's builds for a CPU
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 def branches(device: torch.device) -> bool:

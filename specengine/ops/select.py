@@ -324,9 +324,15 @@ class Step:
     ) -> Candidates:
         """Select the `most` best continuations of all frontier nodes together; see `best_candidates`."""
         scores = tree.path_log_probs.index_select(0, frontier.ids)
-        options = {"limit": limit, "log_gate": log_gate, "bound": bound}
         return best_candidates(
-            self.logits, scores, frontier.live, most, **options, normalized=self.normalized
+            self.logits,
+            scores,
+            frontier.live,
+            most,
+            limit=limit,
+            log_gate=log_gate,
+            bound=bound,
+            normalized=self.normalized,
         )
 
     def children(self, frontier: Nodes, found: Candidates) -> Children:

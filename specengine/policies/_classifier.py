@@ -161,14 +161,18 @@ def save(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a classifier; `facts` are JSON values and hold at least depth_base, top, beta and the kind's sizes."""
-    recorded = {
-        "format": FORMAT,
-        "kind": kind,
-        "features": list(KINDS[kind].features),
-        "log_base": "e",
-        **facts,
-    }
-    write(file, net, recorded, dtype)
+    write(
+        file,
+        net,
+        {
+            "format": FORMAT,
+            "kind": kind,
+            "features": list(KINDS[kind].features),
+            "log_base": "e",
+            **facts,
+        },
+        dtype,
+    )
 
 
 def write(file: Path, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype) -> None:

@@ -68,7 +68,17 @@ def _compiled(field: str, text: str) -> str:
             if field == "grammar"
             else library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
         )
-        fault = _fault(grammar)
+        try:
+            fault = str(READERS.answer([grammar, LIMITS], MAX_SECONDS))
+        except NoReaderError:
+            log.warning("schemas and grammars are read in this process, as no other can be started")
+            is_wrong, messages = _deeply(
+                lambda: library().LLMatcher.validate_grammar_with_warnings(
+                    grammar, limits=library().LLParserLimits(**LIMITS)
+                ),
+                len(grammar),
+            )
+            fault = str(messages[0]) if is_wrong else ""
     except InputError:
         raise
     except (ValueError, RecursionError, TimeoutError, MemoryError) as error:
@@ -76,20 +86,6 @@ def _compiled(field: str, text: str) -> str:
     if fault:
         raise refused(field, fault)
     return str(grammar)
-
-
-def _fault(grammar: str) -> str:
-    try:
-        return str(READERS.answer([grammar, LIMITS], MAX_SECONDS))
-    except NoReaderError:
-        log.warning("schemas and grammars are read in this process, as no other can be started")
-        is_wrong, messages = _deeply(
-            lambda: library().LLMatcher.validate_grammar_with_warnings(
-                grammar, limits=library().LLParserLimits(**LIMITS)
-            ),
-            len(grammar),
-        )
-        return str(messages[0]) if is_wrong else ""
 
 
 def refused(field: str, why: str) -> InputError:

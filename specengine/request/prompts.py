@@ -86,19 +86,23 @@ class Room:
             count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
             read += len(piece)
             if count > MARGIN * self.tokens:
-                message = (
+                raise self._too_long(
+                    field,
                     f"its first {read} of {letters} characters have {count} tokens, "
-                    f"accepted at most {self.tokens}"
+                    f"accepted at most {self.tokens}",
+                    count,
                 )
-                raise self._too_long(field, message, count)
 
     def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
         """Raise InputError where a text of that many tokens cannot hold that many characters."""
         longest = self.longest or longest_token(tokenizer)
         if letters > longest * self.tokens:
-            message = f"it has {letters} characters, accepted at most {self.tokens} tokens, "
-            message += f"of which the longest has {longest} characters"
-            raise self._too_long(field, message, -(-letters // longest))
+            raise self._too_long(
+                field,
+                f"it has {letters} characters, accepted at most {self.tokens} tokens, "
+                f"of which the longest has {longest} characters",
+                -(-letters // longest),
+            )
 
     def _too_long(self, field: str, message: str, tokens: int) -> InputError:
         """Return the error for a text of at least that many tokens."""
@@ -162,9 +166,13 @@ def token_ids(  # noqa: PLR0913
     require_input("prompt: it is empty, at least one token is needed", ids != [])
     require_tokens("prompt", ids, vocab_size)
     if len(ids) >= max_context:
-        message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
-        message += f"the context here is {max_context} and an answer needs room; {CONTEXT_SOURCES}"
-        raise ContextLengthError(message, len(ids), max_context, max_context - 1)
+        raise ContextLengthError(
+            f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: the context here is "
+            f"{max_context} and an answer needs room; {CONTEXT_SOURCES}",
+            len(ids),
+            max_context,
+            max_context - 1,
+        )
     return ids
 
 
@@ -249,9 +257,10 @@ def _encode(
     if all(type(item) is int for item in ids):
         return ids
     wrong = next(item for item in ids if type(item) is not int)
-    several = isinstance(wrong, str | list | tuple | Mapping)
     reason = (
-        "for several prompts call generate_many" if several else f"got {shown(wrong)} in a list"
+        "for several prompts call generate_many"
+        if isinstance(wrong, str | list | tuple | Mapping)
+        else f"got {shown(wrong)} in a list"
     )
     raise InputError(f"prompt: {ACCEPTED}; {reason}")
 
@@ -488,7 +497,20 @@ def filled(
             return str(
                 tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
             )
-        return _filled(tokenizer, messages, tools, options)
+        options = {**tokenizer.special_tokens_map, "tools": tools, **options}
+        options["chat_template"] = tokenizer.get_chat_template(options.get("chat_template"), tools)
+        conversation = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
+        try:
+            answer = FILLERS.answer([conversation, options], MAX_SECONDS)
+        except NoReaderError:
+            log.warning("chat templates are filled in this process, as no other can be started")
+            return str(render_jinja_template([conversation], **options)[0][0])
+        if "fault" in answer:
+            raise ValueError(answer["fault"])
+        return str(answer["text"])
 
 
 def fills_itself(tokenizer: Any) -> bool:
@@ -508,20 +530,3 @@ def _refusing(field: str) -> AbstractContextManager[None]:
             f"{field}: the chat template does not take these messages ({' '.join(str(error).split()):.300})"
         ),
     )
-
-
-def _filled(tokenizer: Any, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
-    options = {**tokenizer.special_tokens_map, "tools": tools, **options}
-    options["chat_template"] = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    conversation = [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
-    try:
-        answer = FILLERS.answer([conversation, options], MAX_SECONDS)
-    except NoReaderError:
-        log.warning("chat templates are filled in this process, as no other can be started")
-        return str(render_jinja_template([conversation], **options)[0][0])
-    if "fault" in answer:
-        raise ValueError(answer["fault"])
-    return str(answer["text"])

@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from specengine.checkpoints.gguf.file import GGUFFile
 from specengine.errors import (
     CheckpointError,
-    UnsupportedModelError,
     require_intact,
     require_supported,
     restating,
@@ -284,7 +283,22 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
             if splits is None
             else _byte_level(file, tokens, splits)
         )
-        _add_special(backend, tokens, ids.values())
+        controls = {number for number in ids.values() if number is not None} | {
+            number
+            for number, kind in enumerate(tokens.kinds)
+            if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+        }
+        users = [  # whole words in any text
+            number
+            for number, kind in enumerate(tokens.kinds)
+            if kind is TokenKind.USER_DEFINED and number not in controls
+        ]
+        backend.add_special_tokens(
+            [AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(controls)]
+        )
+        backend.add_tokens(
+            [AddedToken(tokens.texts[i], normalized=False, special=False) for i in users]
+        )
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **special)
 
 
@@ -303,10 +317,13 @@ def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Tokenizer:
-    merges = _merges(file, tokens)
     backend = Tokenizer(
         models.BPE(
-            vocab=tokens.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+            vocab=tokens.ids,
+            merges=_merges(file, tokens),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
         )
     )
     escaped = normalizers.Replace(" ", _SPACE)
@@ -342,27 +359,6 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
     ]
     pairs.sort(key=lambda merge: (-merge[0], -len(merge[1])))
     return [(left, right) for _, left, right in pairs]
-
-
-def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
-    """Add control tokens as special tokens, and the user's tokens as whole words in any text."""
-    ids = {number for number in named if number is not None}
-    ids |= {
-        number
-        for number, kind in enumerate(tokens.kinds)
-        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
-    }
-    users = [
-        number
-        for number, kind in enumerate(tokens.kinds)
-        if kind is TokenKind.USER_DEFINED and number not in ids
-    ]
-    backend.add_special_tokens(
-        [AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(ids)]
-    )
-    backend.add_tokens(
-        [AddedToken(tokens.texts[i], normalized=False, special=False) for i in users]
-    )
 
 
 def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) -> dict[str, Any]:
@@ -448,12 +444,12 @@ def _tokens(file: GGUFFile) -> Tokens:
 def _require_vocabulary(file: GGUFFile) -> None:
     """Refuse a vocabulary of another sort, and lists of the wrong type or length."""
     model = file.metadata.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama", "gemma4"):
-        shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
-        raise UnsupportedModelError(
-            f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM), gemma4; pass tokenizer=, "
-            "or prompts as token ids"
-        )
+    shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
+    require_supported(
+        f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM), gemma4; pass tokenizer=, "
+        "or prompts as token ids",
+        model in ("gpt2", "llama", "gemma4"),
+    )
     tokens = _listed(file, "tokens", str)
     for name, kind in {"token_type": int, "scores": float}.items():
         require_intact(

@@ -48,8 +48,11 @@ class EagleLayout(Layout):
             "which count layers differently; pass layer_ids",
             self.chosen_layer_ids is not None or not inputs or not outputs or inputs == counted,
         )
-        fusion = self.read_fusion(inputs or counted, outputs or inputs)
-        return common | fusion | {"norm_logits": norm_logits}
+        return (
+            common
+            | self.read_fusion(inputs or counted, outputs or inputs)
+            | {"norm_logits": norm_logits}
+        )
 
     def read_norm_output(self) -> bool:
         """Read whether logits are read after the final norm, from a field that this layout does not have."""
@@ -69,8 +72,8 @@ class EagleLayout(Layout):
             "model_type": "llama",
             "num_hidden_layers": 1,
             "tie_word_embeddings": False,
+            "torch_dtype": dtype,
         }
-        raw["torch_dtype"] = dtype
         if config.target_hidden_size != config.hidden_size:
             raw["target_hidden_size"] = config.target_hidden_size
         if config.version == 1:
@@ -83,8 +86,9 @@ class EagleLayout(Layout):
         raw |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": config.draft_vocab_size,
+            "qkv_bias": config.qkv_bias,
+            **cls.fusion_config(config),
         }
-        raw |= {"qkv_bias": config.qkv_bias} | cls.fusion_config(config)
         if config.qkv_bias and config.o_bias:
             raw["attention_bias"] = True  # vLLM reads no other field of an EAGLE-3 head's biases
         if not config.norm_logits:

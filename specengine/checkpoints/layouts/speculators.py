@@ -87,23 +87,23 @@ class Speculators(Layout):
         layer = cls.layer_config(config) | {
             "attention_bias": config.qkv_bias,
             "num_hidden_layers": 1,
+            "model_type": "qwen3" if config.qk_norm else "llama",
         }
-        layer["model_type"] = "qwen3" if config.qk_norm else "llama"
         algorithm = next(name for name, version in VERSIONS.items() if version == config.version)
         raw: dict[str, Any] = {
             "speculators_model_type": algorithm,
             "transformer_layer_config": layer,
             "dtype": dtype,
-        }
-        raw["speculators_config"] = {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": verifier.tokens}
-            ],
-            "verifier": {
-                "architectures": list(verifier.architectures),
-                "name_or_path": verifier.name,
+            "speculators_config": {
+                "algorithm": algorithm,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": verifier.tokens}
+                ],
+                "verifier": {
+                    "architectures": list(verifier.architectures),
+                    "name_or_path": verifier.name,
+                },
             },
         }
         if config.version == 1:
