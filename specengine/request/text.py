@@ -216,8 +216,9 @@ def _takes_options(tokenizer: Any) -> bool:
         parameters = inspect.signature(tokenizer.decode).parameters
     except (AttributeError, TypeError, ValueError):  # none, or of a kind that does not say
         return tokenizer is not None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return "skip_special_tokens" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    return "skip_special_tokens" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _function(tokenizer: Any, name: str) -> Any:

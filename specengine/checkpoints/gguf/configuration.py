@@ -418,8 +418,22 @@ def _head_dim(
 def _rope_parameters(
     fields: MetadataFields, head_dim: int, family: families.Family, form: families.GGUF
 ) -> dict[str, Any]:
+    # positions that turn the first channels of each half of a head, by factors of one
     if form.proportional and ROPE_FACTORS in fields.file.tensors:
-        return _proportional(fields, head_dim)
+        factors = fields.file.numbers(ROPE_FACTORS)
+        count = int((factors == 1).sum())
+        require_supported(
+            f"{fields.file.path}: the factors in {ROPE_FACTORS} are not those of proportional positions",
+            factors.shape == (head_dim // 2,)
+            and count > 0
+            and bool((factors[:count] == 1).all())
+            and not (factors[count:] < 1e20).any(),
+        )
+        return {
+            "rope_type": "proportional",
+            "rope_theta": fields.positive("rope.freq_base", 10_000.0),
+            "partial_rotary_factor": count / len(factors),
+        }
     if not family.attention.partial:
         return _scaled(fields, head_dim)
     turned = fields.count("rope.dimension_count", head_dim)
@@ -470,24 +484,6 @@ def _scaled(fields: MetadataFields, turned: int) -> dict[str, Any]:
         "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
         "beta_fast": fields.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.positive("rope.scaling.yarn_beta_slow", 1.0),
-    }
-
-
-def _proportional(fields: MetadataFields, head_dim: int) -> dict[str, Any]:
-    """Return the parameters of positions that turn the first channels of each half of a head, by factors of one."""
-    factors = fields.file.numbers(ROPE_FACTORS)
-    turned = int((factors == 1).sum())
-    require_supported(
-        f"{fields.file.path}: the factors in {ROPE_FACTORS} are not those of proportional positions",
-        factors.shape == (head_dim // 2,)
-        and turned > 0
-        and bool((factors[:turned] == 1).all())
-        and not (factors[turned:] < 1e20).any(),
-    )
-    return {
-        "rope_type": "proportional",
-        "rope_theta": fields.positive("rope.freq_base", 10_000.0),
-        "partial_rotary_factor": turned / len(factors),
     }
 
 

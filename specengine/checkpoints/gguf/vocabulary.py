@@ -184,19 +184,11 @@ class Tokens:
     @cached_property
     def _named_ends(self) -> set[int]:
         stated = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
-        return (
-            self._of(*_END_TEXTS)
-            | self._file_marks
-            | {number for number in stated if number is not None}
-        )
-
-    @cached_property
-    def _file_marks(self) -> set[int]:
-        marks = set()
+        ends = self._of(*_END_TEXTS) | {number for number in stated if number is not None}
         for key, texts in _FILE_MARKS.items():
             number = special_id(self.file, key, self.vocabulary)
-            marks |= next(filter(None, map(self._of, texts)), set()) if number is None else {number}
-        return marks
+            ends |= next(filter(None, map(self._of, texts)), set()) if number is None else {number}
+        return ends
 
     @cached_property
     def _parts(self) -> set[int]:

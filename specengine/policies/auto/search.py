@@ -43,8 +43,9 @@ class DeviceSearch:
         ).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
         beside = torch.full_like(drafting, overhead)
-        relations = drafting.new_tensor(experts)
-        throughput = Throughput(*seconds, prices, recent, drafting, verified, beside, relations)
+        throughput = Throughput(
+            *seconds, prices, recent, drafting, verified, beside, drafting.new_tensor(experts)
+        )
         ops.update_throughput(throughput, self.none)
         self.bound = ops.bind_search(
             SearchState(_counts(device), _notes(capacity, device), throughput)
@@ -68,8 +69,9 @@ class DeviceSearch:
         throughput.overhead.fill_(overhead)
         if experts or throughput.experts.numel():
             throughput = throughput._replace(experts=throughput.experts.new_tensor(experts))
-            state = SearchState(self.bound.counts, self.bound.notes, throughput)
-            self.bound = ops.bind_search(state)
+            self.bound = ops.bind_search(
+                SearchState(self.bound.counts, self.bound.notes, throughput)
+            )
         ops.update_throughput(throughput, self.none)
 
     def share(self, other: "DeviceSearch") -> None:
