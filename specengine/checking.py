@@ -101,14 +101,13 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result JSON-ready. An infinite gap is None."""
-        flips = [vars(flip) | {"gap": _finite(flip.gap)} for flip in self.flips]
         return {
             "verdict": self.verdict,
             "position": self.position,
             "gap": _finite(self.gap),
             "tokens": self.tokens,
             "tolerance": self.tolerance,
-            "flips": flips,
+            "flips": [vars(flip) | {"gap": _finite(flip.gap)} for flip in self.flips],
             "num_tokens": len(self.answer.token_ids),
             "mean_acceptance_length": self.answer.stats.mean_acceptance_length,
         }

@@ -3,13 +3,12 @@
 Each message says what to do next.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,6 +147,18 @@ def why_not_loaded(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "it contains more than tensors, and code in a pickle is never run"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@contextmanager
+def restating(
+    caught: type[BaseException] | tuple[type[BaseException], ...],
+    restated: Callable[[Any], Exception],
+) -> Iterator[None]:
+    """Raise the error that `restated` makes of one of these kinds, which becomes its cause."""
+    try:
+        yield
+    except caught as error:
+        raise restated(error) from error
 
 
 # ---- checks of values
@@ -356,7 +367,6 @@ def number(
             and (value < high if open_high else value <= high)
         )
 
-    limits = {"gt" if open_low else "ge": low, "lt" if open_high else "le": high}
     return Reader(
         lambda name, value: require_value(
             name,
@@ -365,7 +375,7 @@ def number(
             holds(value),
         ),
         float,
-        _finite(limits),
+        _finite({"gt" if open_low else "ge": low, "lt" if open_high else "le": high}),
     )
 
 

@@ -6,11 +6,18 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import CacheFolderError, CheckpointError, InputError, require_intact
+from specengine.errors import (
+    CacheFolderError,
+    CheckpointError,
+    InputError,
+    require_input,
+    require_intact,
+    restating,
+)
 
 CPU_FACTS = Path("/proc/cpuinfo")  # on Linux
 MARK = "\ufeff"  # at the beginning of a text: written by some programs, and no part of it
@@ -28,10 +35,11 @@ def read_text(file: Path) -> str:
     for mark, name in _OTHERS.items():
         if data.startswith(mark):
             raise ValueError(f"it is {name}, save it as UTF-8")
-    try:
+    with restating(
+        UnicodeDecodeError,
+        lambda error: ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}"),
+    ):
         text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
     return text.removeprefix(MARK).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -74,10 +82,8 @@ def processor_name() -> str:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises OSError if it cannot be read, ValueError if it holds something else."""
-    try:
+    with restating(RecursionError, lambda _: ValueError("it is nested too deep")):
         content = json.loads(read_text(file))
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
     if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
     return content
@@ -94,10 +100,11 @@ def safetensors_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         return []
-    try:
+    with restating(
+        (OSError, ValueError, KeyError, AttributeError, TypeError),
+        lambda error: CheckpointError(f"{index}: is damaged, fetch it again ({error!r})"),
+    ):
         names = sorted(set(read_object(index)["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: is damaged, fetch it again ({error!r})") from error
     require_intact(
         f"{index}: is damaged, fetch it again (weight_map names no files)",
         bool(names) and all(isinstance(name, str) for name in names),
@@ -116,17 +123,18 @@ def cache_dir() -> Path:
     """
     chosen = os.environ.get("SPECENGINE_CACHE")
     user_cache = os.environ.get("XDG_CACHE_HOME")
-    try:
+    with restating(
+        RuntimeError,
+        lambda _: CacheFolderError(
+            "there is no cache folder, as HOME is not set and this user has no home folder: set SPECENGINE_CACHE to a "
+            "folder"
+        ),
+    ):
         return (
             Path(chosen).expanduser()
             if chosen
             else (Path(user_cache) if user_cache else Path.home() / ".cache") / "specengine"
         )
-    except RuntimeError as error:
-        raise CacheFolderError(
-            "there is no cache folder, as HOME is not set and this user has no home folder: set SPECENGINE_CACHE to a "
-            "folder"
-        ) from error
 
 
 def cache_problem() -> str | None:
@@ -145,10 +153,10 @@ def cache_problem() -> str | None:
 
 def lines_of(file: Path) -> list[str]:
     """Return the lines of a text file. Raises InputError for a file that is no text."""
-    try:
+    with restating(
+        (OSError, ValueError), lambda error: InputError(f"prompts: {file} cannot be read ({error})")
+    ):
         return read_text(file).split("\n")  # not splitlines: a JSON string may hold U+2028
-    except (OSError, ValueError) as error:
-        raise InputError(f"prompts: {file} cannot be read ({error})") from error
 
 
 def require_same(
@@ -156,13 +164,13 @@ def require_same(
 ) -> None:
     """Raise InputError where a record of an earlier run differs from this one's in one of these fields."""
     differing = [name for name in names if was.get(name) != now.get(name)]
-    if differing:
-        listed = "; ".join(
-            f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing
-        )
-        raise InputError(
-            f"out: {file} belongs to a run with other {what} ({listed}); name another file"
-        )
+    listed = "; ".join(
+        f"{name}: {was.get(name)!r} there, {now.get(name)!r} now" for name in differing
+    )
+    require_input(
+        f"out: {file} belongs to a run with other {what} ({listed}); name another file",
+        not differing,
+    )
 
 
 def unwritable(file: Path, error: OSError, field: str = "out") -> InputError:
@@ -170,10 +178,6 @@ def unwritable(file: Path, error: OSError, field: str = "out") -> InputError:
     return InputError(f"{field}: {file} cannot be written ({error.strerror or error})")
 
 
-@contextmanager
-def writing(file: Path, field: str = "out") -> Iterator[None]:
+def writing(file: Path, field: str = "out") -> AbstractContextManager[None]:
     """Raise `unwritable` for an OSError in this context."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(file, error, field) from error
+    return restating(OSError, lambda error: unwritable(file, error, field))

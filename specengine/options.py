@@ -5,14 +5,12 @@ Imports neither torch nor transformers, because the command line's help reads it
 
 # ruff: noqa: RUF009 (option returns dataclasses.field)
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from specengine.errors import (
     MAYBE,
@@ -25,13 +23,11 @@ from specengine.errors import (
     reader,
     require_input,
     require_options,
+    restating,
     shown,
     whole,
 )
 from specengine.registry import is_array, plain
-
-if TYPE_CHECKING:
-    import torch
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 BACKENDS = ("native", "huggingface")
@@ -185,7 +181,7 @@ class LoadOptions(Checked):
         return [item.name for item in dataclasses.fields(cls)]
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> LoadOptions:
+    def of(cls, options: dict[str, Any]) -> Self:
         import torch
 
         require_options(options, cls.names())
@@ -204,27 +200,20 @@ class LoadOptions(Checked):
         require_input(
             f"tp_plan: got {', '.join(alone)} too, which are for a model in one process", not alone
         )
-        self.device = _device(self.device) if self.device is not None else None
+        if self.device is not None:
+            refusal = f"device: got {shown(self.device)}, accepted cpu, cuda, cuda:N, mps or xpu"
+            with restating((RuntimeError, TypeError), lambda _: InputError(refusal)):
+                self.device = torch.device(self.device)
+            kind = self.device.type
+            require_input(refusal, kind in DEVICES)
+            present = {
+                "cuda": torch.cuda.is_available(),
+                "mps": torch.backends.mps.is_available(),
+                "xpu": torch.xpu.is_available(),
+            }
+            require_input(
+                f"device: {kind} was asked for, but torch sees no "
+                f"{'CUDA' if kind == 'cuda' else 'such'} device",
+                present.get(kind, True),
+            )
         return self
-
-
-def _device(device: Any) -> torch.device:
-    import torch
-
-    refusal = f"device: got {shown(device)}, accepted cpu, cuda, cuda:N, mps or xpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(refusal) from error
-    require_input(refusal, chosen.type in DEVICES)
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "xpu": torch.xpu.is_available(),
-    }
-    require_input(
-        f"device: {chosen.type} was asked for, but torch sees no "
-        f"{'CUDA' if chosen.type == 'cuda' else 'such'} device",
-        present.get(chosen.type, True),
-    )
-    return chosen

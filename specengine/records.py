@@ -1,11 +1,9 @@
 """Records of a generation: the Cycle of each round, the Stats over all rounds, and the result."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -91,7 +89,7 @@ class Cycle:
     features: Tensor | None = field(default=None, repr=False, compare=False)
     grown: TokenTree | None = field(default=None, repr=False, compare=False)
     kept: Tensor | None = field(default=None, repr=False, compare=False)
-    successors: Successors | None = field(default=None, repr=False, compare=False)
+    successors: "Successors | None" = field(default=None, repr=False, compare=False)
     origins: list[str | None] | None = field(default=None, repr=False, compare=False)
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False, compare=False)
     experts: Tensor | None = field(default=None, repr=False, compare=False)
@@ -125,7 +123,7 @@ class Outcome(NamedTuple):
     cycle: Cycle | None
 
     @classmethod
-    def of(cls, cycle: Cycle) -> Outcome:
+    def of(cls, cycle: Cycle) -> Self:
         """Return the outcome of a finished cycle."""
         tree = cycle.tree if cycle.grown is None else cycle.grown
         chosen = torch.tensor(
@@ -248,10 +246,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counters, times and derived metrics, JSON-ready."""
-        derived = {name: getattr(self, name) for name in _DERIVED}
-        return {
-            name: value for name, value in vars(self).items() if name != "host_shares"
-        } | derived
+        counted = {name: value for name, value in vars(self).items() if name != "host_shares"}
+        return counted | {name: getattr(self, name) for name in _DERIVED}
 
     def __repr__(self) -> str:
         return f"Stats({self})"
@@ -290,16 +286,16 @@ def _count(histogram: list[int], index: int) -> None:
     histogram[index] += 1
 
 
+@dataclass(eq=False, repr=False)
 class DrawnTree:
-    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text."""
+    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text.
 
-    def __init__(
-        self, tree: TokenTree, accepted: list[int], decode: Callable[[list[int]], str]
-    ) -> None:
-        """accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids."""
-        self.tree = tree
-        self.accepted = accepted
-        self.decode = decode
+    accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids.
+    """
+
+    tree: TokenTree
+    accepted: list[int]
+    decode: Callable[[list[int]], str]
 
     def __str__(self) -> str:
         return self.tree.drawn(lambda token: repr(self.decode([token]) or token), self.accepted)

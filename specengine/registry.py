@@ -26,6 +26,7 @@ from specengine.errors import (
     require_known,
     require_options,
     require_value,
+    restating,
     shown,
 )
 
@@ -80,12 +81,13 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
             point = offered[name]
             package_name = point.dist.name if point.dist else "a package"
             source = f"{field}: plug-in {point.name} of {package_name} ({point.value})"
-            try:
-                variant = point.load()
-            except Exception as error:
-                raise InputError(
+            with restating(
+                Exception,
+                lambda error: InputError(
                     f"{source} cannot be loaded: {type(error).__name__}: {error}"
-                ) from error
+                ),
+            ):
+                variant = point.load()
             return _checked(base, variant, source, "it is")
         accepted = [*sorted(modules), *sorted(offered)]
         raise InputError(
@@ -140,8 +142,9 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
         for key, value in vars(module).items()
         if inspect.isclass(value) and (key == cls or value.__module__ == full)
     }
-    variant = require_known(f"{field}: {file}", cls, classes)
-    return _checked(base, variant, f"{field}: {name}", f"{file} has")
+    return _checked(
+        base, require_known(f"{field}: {file}", cls, classes), f"{field}: {name}", f"{file} has"
+    )
 
 
 def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:
@@ -182,7 +185,12 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
     if origin is typing.Literal:
         require_value(field, value, ", ".join(map(str, arguments)), value in arguments)
         return value
-    try:
+    with restating(
+        (ValueError, TypeError, KeyError, OverflowError, RecursionError),
+        lambda _: InputError(
+            f"{field}: got {shown(value)}, expected {getattr(expected, '__name__', expected)}"
+        ),
+    ):
         if origin is tuple:
             parts = value.split(",") if isinstance(value, str) and value else value
             return tuple(_convert(item, arguments[0], field) for item in parts)
@@ -191,10 +199,6 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
         if expected is int and (isinstance(value, bool) or float(value) != int(float(value))):
             raise ValueError
         return expected(value)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise InputError(
-            f"{field}: got {shown(value)}, expected {getattr(expected, '__name__', expected)}"
-        ) from error
 
 
 # ---- values of numpy and torch as Python's own

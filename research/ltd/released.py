@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from research.ltd.files import hidden_of, save
 from specengine.errors import InputError, require_input, why_not_loaded
 from specengine.policies import _ltd
 from specengine.policies._classifier import filled
@@ -26,8 +27,8 @@ CRITIC = ("mlp_extractor.value_net.", "value_net.")
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Write the pair to a file that `networks=` of the policy ltd reads."""
     networks = load(args.depth, args.size)
-    _ltd.save(args.file, networks, {"source": f"{args.depth.name}, {args.size.name}"})
-    yield {"record": "networks", "file": str(args.file), "hidden": networks.hidden}
+    save(args.file, networks, {"source": f"{args.depth.name}, {args.size.name}"})
+    yield {"record": "networks", "file": str(args.file), "hidden": hidden_of(networks)}
 
 
 def load(depth: Path, size: Path) -> _ltd.Networks:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from research.ltd.files import hidden_of, save
 from research.ltd.options import PolicyOptions, RewardName, Stage
 from research.ltd.outcomes import Speed
 from research.ltd.released import actor_of, as_network
 from specengine.errors import InputError, missing_extra
 from specengine.files import atomic
-from specengine.policies import _ltd
 from specengine.policies._ltd import ACTIVATIONS, Networks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def train_policy(
         "kept": best.stage,
         **(facts or {}),
     }
-    _ltd.save(folder / PAIR, best.networks, json.loads(json.dumps(record)), dtype)
+    save(folder / PAIR, best.networks, json.loads(json.dumps(record)), dtype)
     return folder / PAIR
 
 
@@ -284,7 +284,7 @@ class _Stage:
 
     def _with(self, state: dict[str, torch.Tensor]) -> Networks:
         """Return the pair with this actor in it."""
-        hidden, activation = self.networks.hidden, self.networks.activation
+        hidden, activation = hidden_of(self.networks), self.networks.activation
         made = Networks(self.options.shape, hidden, activation)
         made.load_state_dict(self.networks.state_dict())
         getattr(made, self.which).load_state_dict(as_network(actor_of(state)))

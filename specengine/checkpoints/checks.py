@@ -19,6 +19,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require_intact,
     require_supported,
+    restating,
     shown,
 )
 from specengine.files import read_object, safetensors_files
@@ -266,13 +267,25 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
         return None
     if file is None:
         return None
-    try:
-        raw = read_object(Path(file))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
+    with restating(
+        (OSError, ValueError),
+        lambda error: CheckpointError(
             f"model {name!r}: {ADAPTER_CONFIG_NAME} is damaged ({error})"
-        ) from error
-    adapter = Adapter(name, _kind(name, raw), _base(name, raw))
+        ),
+    ):
+        raw = read_object(Path(file))
+    kind: Any = raw.get("peft_type")
+    require_intact(
+        f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name",
+        isinstance(kind, str),
+    )
+    base: Any = name if (Path(name) / CONFIG_NAME).exists() else raw.get(_BASE)
+    require_intact(
+        f"model {name!r}: it is an adapter of kind {kind[:40]} without a model; {_BASE} of its "
+        f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes",
+        isinstance(base, str) and bool(base),
+    )
+    adapter = Adapter(name, kind[:40], base)
     if raw.get("megatron_config") is not None:
         raise adapter.unfit(
             f"for its megatron_config peft runs the module {shown(raw.get('megatron_core'))}"
@@ -308,27 +321,6 @@ def model_in(field: str, model: Any) -> Any:
     return model.base_model.model
 
 
-def _kind(name: str, raw: dict[str, Any]) -> str:
-    kind: Any = raw.get("peft_type")
-    require_intact(
-        f"model {name!r}: {ADAPTER_CONFIG_NAME}: peft_type: got {shown(kind)}, accepted a name",
-        isinstance(kind, str),
-    )
-    return kind[:40]
-
-
-def _base(name: str, raw: dict[str, Any]) -> str:
-    if (Path(name) / CONFIG_NAME).exists():
-        return name
-    base: Any = raw.get(_BASE)
-    require_intact(
-        f"model {name!r}: it is an adapter of kind {_kind(name, raw)} without a model; {_BASE} of its "
-        f"{ADAPTER_CONFIG_NAME}: got {shown(base)}, accepted the path or Hub id of the model that it changes",
-        isinstance(base, str) and bool(base),
-    )
-    return base
-
-
 def _require_applicable(adapter: Adapter, folder: Path) -> None:
     require_supported(
         f"{adapter.described}, for which peft is needed: pip install peft, or {_REMEDY}",
@@ -336,12 +328,14 @@ def _require_applicable(adapter: Adapter, folder: Path) -> None:
     )
     import peft
 
-    try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # peft may raise anything over fields that it does not know
-        raise adapter.unfit(
+    # peft may raise anything over fields that it does not know
+    with restating(
+        Exception,
+        lambda error: adapter.unfit(
             f"peft {peft.__version__} says {type(error).__name__}: {error}"
-        ) from error
+        ),
+    ):
+        config = peft.PeftConfig.from_pretrained(str(folder))
     require_supported(f"{adapter.described}, {_PROMPTS}", not _adds_more_than_layers(config))
 
 

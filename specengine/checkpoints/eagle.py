@@ -1,7 +1,5 @@
 """Draft heads on disk: folders of `config.json` and `model.safetensors` or `pytorch_model.bin`; whether they fit."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -22,7 +20,14 @@ from transformers.utils import cached_file
 from specengine.checkpoints import gguf, layouts
 from specengine.checkpoints.checks import why_absent, wrapped
 from specengine.checkpoints.layouts import Layout, Verifier, listed, with_prefix
-from specengine.errors import CheckpointError, kind_of, require_intact, shown, why_not_loaded
+from specengine.errors import (
+    CheckpointError,
+    kind_of,
+    require_intact,
+    restating,
+    shown,
+    why_not_loaded,
+)
 from specengine.files import atomic, read_object, write_whole
 from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
@@ -141,8 +146,12 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
         if not layouts.is_head(config):
             return None
         for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
-            missing = {"_raise_exceptions_for_missing_entries": False}
-            file = cached_file(draft, name, local_files_only=offline, **missing)
+            file = cached_file(
+                draft,
+                name,
+                local_files_only=offline,
+                _raise_exceptions_for_missing_entries=False,
+            )
             if file is not None and name != "config.json":
                 return Path(file).parent
     except OSError:
@@ -173,7 +182,7 @@ def load_head(
     )
     place, names = (folder, _GGUF_NAMES) if folder.is_file() else (folder / "config.json", {})
     raw, tensors = _read_gguf(folder) if names else (_read_config(folder), _read_tensors(folder))
-    try:
+    with restating(CheckpointError, lambda error: CheckpointError(f"{place}: {error}")):
         layout_class = layouts.layout_of(raw)
         if producer is not None:  # which may only narrow it down
             family, layout_class = layout_class.family, layouts.named(producer)
@@ -185,16 +194,16 @@ def load_head(
         layout = layout_class(raw, named, chosen=producer is not None, layer_ids=layer_ids)
         config_class = DflashConfig if layout.family == "dflash" else EagleConfig
         config = config_class(version=layout.version, **layout.read())
-        try:  # each number in range, they may make no positions
+        # each number in range, they may make no positions
+        with restating(
+            (ArithmeticError, ValueError),
+            lambda error: CheckpointError(f"rope_parameters: {error}"),
+        ):
             frequencies, scale = rope_frequencies(config)
-        except (ArithmeticError, ValueError) as error:
-            raise CheckpointError(f"rope_parameters: {error}") from error
         require_intact(
             f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite",
             bool(frequencies.isfinite().all()) and math.isfinite(scale),
         )
-    except CheckpointError as error:
-        raise CheckpointError(f"{place}: {error}") from error
     prefixes = names or layout.prefixes(layout.version)
     if "fc.weight" not in tensors and (faults := wrapped(["fc.weight"], tensors)):
         raise CheckpointError(f"{folder}: {faults[0]}")
@@ -276,10 +285,10 @@ def save_head(
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    try:
+    with restating(
+        (OSError, ValueError), lambda error: CheckpointError(f"{folder / 'config.json'}: {error}")
+    ):
         return read_object(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -477,7 +486,7 @@ class Convention:
         """Return the share of hits, 0 to 1."""
         return float(self.hits.float().mean())
 
-    def surely_better_than(self, other: Convention) -> bool:
+    def surely_better_than(self, other: "Convention") -> bool:
         """Return whether the difference, row by row, is beyond chance."""
         differences = self.hits.float() - other.hits.float()
         error = float(differences.std()) / math.sqrt(len(differences))

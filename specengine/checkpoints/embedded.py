@@ -23,6 +23,7 @@ from typing import Any
 
 import filelock
 
+from specengine import files
 from specengine.errors import (
     CHECKOUT,
     CacheFolderError,
@@ -30,8 +31,6 @@ from specengine.errors import (
     ModelFetchError,
     SpecEngineError,
 )
-from specengine.files import cache_dir as default_cache_dir
-from specengine.files import read_object
 
 
 @dataclass(frozen=True)
@@ -106,16 +105,18 @@ def path(
         import transformers
 
         convert(file, folder)
-        facts = {
-            "model": NAME,
-            "revision": REVISION,
-            "licence": "Apache-2.0",
-            "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
-            "source_sha256": GGUF.sha256,
-            "dtype": "bfloat16",
-            "transformers": transformers.__version__,
-        }
-        write_manifest(folder, facts)
+        write_manifest(
+            folder,
+            {
+                "model": NAME,
+                "revision": REVISION,
+                "licence": "Apache-2.0",
+                "source": f"{REQUIREMENT} ({GGUF.name}, Q4_1)",
+                "source_sha256": GGUF.sha256,
+                "dtype": "bfloat16",
+                "transformers": transformers.__version__,
+            },
+        )
 
     return _ready(NAME, convert_into, PEAK_BYTES, cache_dir, progress)
 
@@ -162,14 +163,20 @@ def _ready(
     progress: Progress | None,
 ) -> Path:
     """Return the folder `name` among the models, made where it is missing or damaged."""
-    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    root = Path(cache_dir) if cache_dir is not None else files.cache_dir()
     say = progress or functools.partial(print, file=sys.stderr, flush=True)
     model = root / "models" / name
     with cache_folder_errors(root):
         if folder_damage(model) is None:
             return model
         model.parent.mkdir(parents=True, exist_ok=True)
-        with _only_builder(model.parent / f"{name}.lock", say):
+        lock = filelock.FileLock(model.parent / f"{name}.lock")
+        try:
+            lease = lock.acquire(timeout=0)
+        except filelock.Timeout:
+            say(f"Waiting for another process that is preparing {NAME}")
+            lease = lock.acquire()
+        with lease:
             damage = folder_damage(model)
             if damage is not None:  # None: another process finished it meanwhile
                 _rebuild(model, root, make, peak, damage if model.exists() else None, say)
@@ -203,18 +210,6 @@ def why_missing(name: str) -> str:
         f"the head for {model} is not installed; it is a wheel of its own, {package}-*.whl, built beside "
         "specengine's: pip install that file"
     )
-
-
-@contextlib.contextmanager
-def _only_builder(lock_file: Path, say: Progress) -> Iterator[None]:
-    lock = filelock.FileLock(lock_file)
-    try:
-        lease = lock.acquire(timeout=0)
-    except filelock.Timeout:
-        say(f"Waiting for another process that is preparing {NAME}")
-        lease = lock.acquire()
-    with lease:
-        yield
 
 
 def _rebuild(
@@ -306,8 +301,8 @@ def convert(gguf: Path, folder: Path) -> None:
     from specengine.checkpoints.gguf_source import GGUFSource
 
     with gguf_files.read(gguf, gguf_files.architecture_of) as file, quiet_loading_bars():
-        config = gguf_files.config(file)
-        GGUFSource(file, config, torch.bfloat16, name=NAME).model().save_pretrained(folder)
+        source = GGUFSource(file, gguf_files.config(file), torch.bfloat16, name=NAME)
+        source.model().save_pretrained(folder)
         gguf_files.tokenizer(file).save_pretrained(folder)
 
 
@@ -316,7 +311,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
     """Record where the folder came from, and the size, SHA-256 and modification time of each of its files."""
-    files = {
+    entries = {
         file.name: {
             "size": file.stat().st_size,
             "mtime_ns": file.stat().st_mtime_ns,
@@ -326,7 +321,7 @@ def write_manifest(folder: Path, provenance: dict[str, Any]) -> None:
         if file.name != MANIFEST
     }
     (folder / MANIFEST).write_text(
-        json.dumps({**provenance, "files": files}, indent=2) + "\n", encoding="utf-8"
+        json.dumps({**provenance, "files": entries}, indent=2) + "\n", encoding="utf-8"
     )
 
 
@@ -337,7 +332,7 @@ def folder_damage(folder: Path) -> str | None:
     takes 0.2 to 0.6 s, as long as loading it.
     """
     try:
-        manifest = read_object(folder / MANIFEST)
+        manifest = files.read_object(folder / MANIFEST)
         if manifest.get("revision", REVISION) != REVISION:
             return "another version made it"
         for name, entry in manifest["files"].items():

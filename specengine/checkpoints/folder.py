@@ -21,7 +21,7 @@ from specengine.checkpoints.safetensors_file import (
     stacked,
     tensors_of,
 )
-from specengine.errors import CheckpointError, UnsupportedModelError, refuse_misfits
+from specengine.errors import CheckpointError, UnsupportedModelError, refuse_misfits, restating
 from specengine.files import read_text
 from specengine.models.configs import auto_class, family_of, layer_template
 from specengine.models.mtp import parts_in
@@ -47,18 +47,13 @@ def _of_language_model(tensors: Mapping[str, T]) -> dict[str, T]:
         raise UnsupportedModelError(
             "native: it names the tensors of its language model in no known way"
         )
-    renamed = {
-        f"model.{name.removeprefix(prefix)}": tensor
+    prefixes = {prefix: "model.", **dict.fromkeys(_HEADS, "lm_head."), "mtp.": "mtp."}
+    return {
+        new + name.removeprefix(old): tensor
+        for old, new in prefixes.items()
         for name, tensor in tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(old)
     }
-    for head in _HEADS:
-        renamed |= {
-            f"lm_head.{name.removeprefix(head)}": tensor
-            for name, tensor in tensors.items()
-            if name.startswith(head)
-        }
-    return renamed | {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
 
 
 class FolderSource(Source):
@@ -175,7 +170,14 @@ def generation_config_of(folder: Path) -> GenerationConfig:
     where its values make no such config.
     """
     file = folder / "generation_config.json"
-    try:
+    # over values of other types; transformers' loading fails by them as well
+    with restating(
+        Exception,
+        lambda error: CheckpointError(
+            f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
+            f"({type(error).__name__}: {' '.join(str(error).split()):.300})"
+        ),
+    ):
         try:
             fields = json.loads(read_text(file))
         except (OSError, ValueError):
@@ -183,14 +185,6 @@ def generation_config_of(folder: Path) -> GenerationConfig:
                 folder, config_file_name="config.json", _from_model_config=True
             )
         return GenerationConfig.from_dict(fields)
-    except (
-        Exception
-    ) as error:  # over values of other types; transformers' loading fails by them as well
-        text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{folder}: generation_config.json: its values are not a valid generation config; correct or remove it "
-            f"({type(error).__name__}: {text:.300})"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -69,10 +69,15 @@ class GGUFSource(Source):
         for name, shape in self.shapes().items():
             stored = [self.file.tensors[stored] for stored in self._stored[name]]
             kind = stored[0].kind
-            packed = kind in self.blocks and kind in blocks and len(shape) > 1
-            packed = packed and gguf.column_order(self.config, stored[0].name) is None
-            packed = packed and not (len(stored) > 1 and gguf.is_of_latents(stored[0].name))
-            if packed and all(other.kind == kind for other in stored):
+            packed = (
+                kind in self.blocks
+                and kind in blocks
+                and len(shape) > 1
+                and gguf.column_order(self.config, stored[0].name) is None
+                and not (len(stored) > 1 and gguf.is_of_latents(stored[0].name))
+                and all(other.kind == kind for other in stored)
+            )
+            if packed:
                 order = self._order(name, stored)
                 shape = gguf.turned(self.config, shape)
                 yield Weight(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specengine.checkpoints import eagle, likeness
-from specengine.errors import InputError, require_input, require_intact
+from specengine.errors import InputError, require_input, require_intact, restating
 from specengine.files import read_object, write_whole, writing
 from specengine.models.eagle import EagleConfig
 from specengine.models.kv_cache import LanguageModel
@@ -90,12 +90,13 @@ class Learnt:
 
     def read(self) -> dict[str, Any]:
         """Return the record. InputError where it is damaged."""
-        try:
-            return read_object(self.folder / FILE)
-        except ValueError as error:
-            raise InputError(
+        with restating(
+            ValueError,
+            lambda error: InputError(
                 f"learn: {self.folder / FILE} is damaged ({error}); name another folder"
-            ) from error
+            ),
+        ):
+            return read_object(self.folder / FILE)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         write_whole(self.folder / FILE, json.dumps(record) + "\n")
@@ -104,10 +105,11 @@ class Learnt:
     def alone(self) -> Iterator[None]:
         """Keep other processes from learning in this folder meanwhile. InputError where one does."""
         lock = filelock.FileLock(self.folder / "learning.lock")
-        try:
+        with restating(
+            filelock.Timeout,
+            lambda _: InputError(f"learn: another process is learning in {self.folder}"),
+        ):
             lease = lock.acquire(timeout=0)
-        except filelock.Timeout as error:
-            raise InputError(f"learn: another process is learning in {self.folder}") from error
         with lease:
             yield
 
@@ -120,8 +122,10 @@ class Learnt:
         texts = self.folder / "texts"
         if len(tokens) == len(answer) or not answer or any(texts.glob(f"*-{content}.json")):
             return
-        record = {"tokens": tokens, "prompt": len(tokens) - len(answer)}
-        write_whole(texts / f"{time.time_ns():020d}-{content}.json", json.dumps(record))
+        write_whole(
+            texts / f"{time.time_ns():020d}-{content}.json",
+            json.dumps({"tokens": tokens, "prompt": len(tokens) - len(answer)}),
+        )
         total = 0
         for number, text in enumerate(reversed(self.texts())):
             total += len(text.tokens)

@@ -64,7 +64,9 @@ def write(folder: Path, lm: LanguageModel, name: str) -> None:
 
 def record(lm: LanguageModel, name: str) -> dict[str, Any]:
     """Return the sizes of a model and some rows of its embeddings, under this name."""
-    ids = _ids(lm.vocab_size)
+    count = min(ROWS, lm.vocab_size)
+    # at even distances, without both ends
+    ids = [(2 * place + 1) * lm.vocab_size // (2 * count) for place in range(count)]
     return {
         "model": name,
         "hidden_size": int(lm.config.hidden_size),
@@ -122,12 +124,6 @@ def _match(head: KnownHead, lm: LanguageModel) -> Match | None:
         return None
     likeness = float(torch.cosine_similarity(target_rows.float(), rows.float(), dim=1).median())
     return Match(head, likeness, appended) if likeness >= NEAR else None
-
-
-def _ids(vocab_size: int) -> list[int]:
-    """Return token ids at even distances, without both ends."""
-    count = min(ROWS, vocab_size)
-    return [(2 * place + 1) * vocab_size // (2 * count) for place in range(count)]
 
 
 def _rows(lm: LanguageModel, ids: list[int]) -> Tensor:

@@ -19,6 +19,7 @@ from specengine.errors import (
     UnsupportedModelError,
     refuse_misfits,
     require,
+    restating,
 )
 from specengine.files import safetensors_files
 from specengine.models.configs import family_of, layer_template, with_buffers
@@ -72,8 +73,13 @@ def load(name: str, target: LanguageModel) -> MtpHead:
         names = names_in_head(tensors, _layers(target.config), len(blocks_of(target.config)))
         stored = stacked({inside: tensors[key] for key, inside in names.items()}, {})
         state = {inside: tensor.read(0, tensor.shape[0]) for inside, tensor in stored.items()}
-    else:
-        state = _in_file(file)
+    else:  # in the block after the file's own
+        by_name = _names_in_file(file.config)
+        state = {
+            key: file.made_of(stored, key)
+            for key, stored in by_name.items()
+            if file.file.tensors.keys() >= {*stored, *by_name["fc.weight"]}
+        }
     require(
         "draft",
         "mtp",
@@ -128,7 +134,11 @@ def load_assistant(
     A loaded one's weights are used where they are, or copied where dtype or device differ; its modules are not run.
     """
     name = type(draft).__name__ if isinstance(draft, PreTrainedModel) else draft
-    try:
+    # of transformers' own checks too
+    with restating(
+        (OSError, ValueError, AttributeError, TypeError),
+        lambda error: CheckpointError(f"{name}: no assistant can be made of its config: {error}"),
+    ):
         folder = None if isinstance(draft, PreTrainedModel) else Path(draft)
         file = gguf.read(folder) if folder is not None and folder.is_file() else None
         if folder is not None and not folder.exists():
@@ -143,13 +153,6 @@ def load_assistant(
             else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         )
         net = Assistant(config, target.dtype)
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-        TypeError,
-    ) as error:  # of transformers' own checks too
-        raise CheckpointError(f"{name}: no assistant can be made of its config: {error}") from error
     state: dict[str, Tensor] = draft.state_dict() if isinstance(draft, PreTrainedModel) else {}
     if file is not None:
         layers = [key for key in net.state_dict() if key.startswith("model.")]
@@ -172,17 +175,6 @@ def load_assistant(
         with contextlib.suppress(UnsupportedModelError):
             return NativeAssistant(net, target)
     return AssistantHead(net, target)
-
-
-def _in_file(source: GGUFSource) -> dict[str, Tensor]:
-    """Return a head's tensors, by their names in MtpLayer, in the block after a GGUF file's own; empty for none."""
-    names = _names_in_file(source.config)
-    has = {key: all(one in source.file.tensors for one in stored) for key, stored in names.items()}
-    return {
-        key: source.made_of(stored, key)
-        for key, stored in names.items()
-        if has[key] and has["fc.weight"]
-    }
 
 
 def _names_in_file(config: Any) -> dict[str, tuple[str, ...]]:

@@ -52,6 +52,7 @@ from specengine.errors import (
     require,
     require_input,
     require_supported,
+    restating,
     shown,
 )
 from specengine.files import read_object
@@ -190,9 +191,8 @@ def _native(
     if isinstance(model, PreTrainedModel):
         if not short:
             refuse_short(model.config)
-        name = model.config.name_or_path
         lm = from_model(model, quantize=options.quantize, numerics=options.numerics)
-        return lm, tokenizer or (_tokenizer(name, options) if name else None)
+        return lm, tokenizer or _tokenizer(model.config.name_or_path, options)
     opened = open_native(
         model,
         dtype=options.dtype,
@@ -215,8 +215,7 @@ def _huggingface(
     adapter: Adapter | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     if isinstance(model, PreTrainedModel):
-        name = model.config.name_or_path
-        return model, tokenizer or (_tokenizer(name, options) if name else None)
+        return model, tokenizer or _tokenizer(model.config.name_or_path, options)
     require_bfloat16(options, torch.bfloat16 if model is not None and is_gguf(model) else None)
     if model is not None and is_gguf(model):
         return _from_gguf(model, options, tokenizer)
@@ -319,10 +318,8 @@ def _read_by_transformers(
 
     Raises `refused` where that reader does not know it either, or this package does and refuses the file's settings.
     """
-    try:
+    with restating(CheckpointError, lambda _: refused):
         file = gguf.read(path)
-    except CheckpointError as error:
-        raise refused from error
     with file:
         if len(file.parts) > 1 or gguf.is_known(file.metadata):
             raise refused
@@ -380,7 +377,8 @@ def _require_weights(
 
 
 def _tokenizer(name: str, options: LoadOptions) -> Any:
-    return _noted(name, partial(tokenizer_at, name, options.offline, options.trust_remote_code))
+    load = partial(tokenizer_at, name, options.offline, options.trust_remote_code)
+    return _noted(name, load) if name else None
 
 
 def _noted(name: str, load: Callable[[], Any]) -> Any:
@@ -549,14 +547,13 @@ def open_native(
     stored; CheckpointError for damaged files.
     """
     if name is None or name == models.embedded.NAME:
-        file = models.embedded.gguf(offline=offline, progress=progress)
-        return open_gguf(file, dtype, models.embedded.NAME)
+        return open_gguf(
+            models.embedded.gguf(offline=offline, progress=progress), dtype, models.embedded.NAME
+        )
     if is_gguf(name):
         return open_gguf(Path(name), dtype)
-    try:
+    with restating(UnsupportedModelError, lambda error: UnsupportedModelError(f"native: {error}")):
         config = config_of(name, offline=offline, trust_remote_code=trust_remote_code)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"native: {error}") from error
     quantized, text = take_format(config), text_config(config)
     refuse_config(text)
     folder = Path(name) if Path(name).is_dir() else _fetched(name, offline)
@@ -574,16 +571,16 @@ def open_native(
 
 
 def _fetched(name: str, offline: bool) -> Path:
-    try:
+    # the hub's own errors, of many kinds; transformers' loading says more
+    with restating(
+        Exception,
+        lambda error: UnsupportedModelError(
+            f"native: {name} cannot be fetched ({str(error).splitlines()[0]})"
+        ),
+    ):
         return Path(
             snapshot_download(name, allow_patterns=list(WEIGHT_FILES), local_files_only=offline)
         )
-    except (
-        Exception
-    ) as error:  # the hub's own errors, of many kinds; transformers' loading says more
-        raise UnsupportedModelError(
-            f"native: {name} cannot be fetched ({str(error).splitlines()[0]})"
-        ) from error
 
 
 def _dtype(folder: Path, config: PretrainedConfig, dtype: Any) -> torch.dtype:

@@ -4,17 +4,15 @@ A number is (code - zero point) * scale, computed in float32. Sources of the for
 compressed-tensors, GPTQModel, AutoAWQ, and transformers' finegrained_fp8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from specengine.checkpoints.safetensors_file import StoredTensor
-from specengine.errors import UnsupportedModelError, require_intact, shown
+from specengine.errors import UnsupportedModelError, require_intact, restating, shown
 
 _FLOAT8 = torch.float8_e4m3fn
 # kinds of GGUF, by the bits of codes and whether all zero points are in the middle of these
@@ -70,7 +68,7 @@ class QuantizedMatrix(NamedTuple):
     zeros: StoredTensor | None
     groups: StoredTensor | None
 
-    def flat(self) -> QuantizedMatrix:
+    def flat(self) -> Self:
         return self
 
     def read(self, first: int, last: int, kind: str = "") -> Tensor:
@@ -140,8 +138,7 @@ def _unpacked(words: Tensor, form: CodeFormat, places: Tensor) -> Tensor:
         return words.float()
     each = 32 // form.bits
     shifts = torch.tensor(form.order or range(each), dtype=torch.int32, device="cpu") * form.bits
-    codes = words[:, places // each] >> shifts[places % each] & (1 << form.bits) - 1
-    return codes.float()
+    return (words[:, places // each] >> shifts[places % each] & (1 << form.bits) - 1).float()
 
 
 def _blocks(levels: Tensor, steps: Tensor, kind: str) -> Tensor:
@@ -242,7 +239,13 @@ def take_format(config: PretrainedConfig) -> CodeFormat | None:
     fields = vars(config).pop("quantization_config", None)
     if fields is None:
         return None
-    try:
+    with restating(
+        (AttributeError, KeyError, TypeError, ValueError),
+        lambda _: UnsupportedModelError(
+            f"native: quantized weights: quantization_config: got {shown(fields)}, "
+            "accepted objects as its library writes them"
+        ),
+    ):
         groups = list((fields.get("config_groups") or {}).values())
         _one_of({"config_groups": len(groups)}, "config_groups", {None: {}, 1: {}})
         for group in groups:
@@ -253,11 +256,6 @@ def take_format(config: PretrainedConfig) -> CodeFormat | None:
         block = fields.get("weight_block_size") or fields.get("block_structure")
         rows, inputs = block or (form.size[0], fields.get("group_size"))
         return form._replace(size=(max(int(rows), 0), max(int(inputs or 0), 0)))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"native: quantized weights: quantization_config: got {shown(fields)}, "
-            "accepted objects as its library writes them"
-        ) from error
 
 
 def _one_of(fields: Mapping[str, Any], field: str, accepted: Mapping[Any, Any]) -> Any:

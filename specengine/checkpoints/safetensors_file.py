@@ -4,14 +4,12 @@ Experts become the stacks of matrices that transformers makes of them, as its co
 families, for the names that their published files have.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,7 +35,7 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def flat(self) -> StoredTensor:
+    def flat(self) -> Self:
         """Return a stack of matrices as one, of all their rows."""
         return (
             self._replace(shape=(math.prod(self.shape[:-1]), self.shape[-1]))
@@ -126,7 +124,7 @@ class Stack(NamedTuple):
     matrices: tuple[Any, ...]
     shape: tuple[int, ...]
 
-    def flat(self) -> Stack:
+    def flat(self) -> Self:
         """Return the stack as one matrix, of all their rows."""
         return self._replace(shape=(self.shape[0] * self.shape[1], self.shape[2]))
 

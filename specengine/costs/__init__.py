@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.errors import InputError, require
+from specengine.errors import InputError, require, restating
 from specengine.files import read_text
 
 if TYPE_CHECKING:
@@ -251,7 +251,12 @@ def find_costs(name: str) -> PassCosts:
     """
     if name in PUBLISHED:
         return PUBLISHED[name]
-    try:
+    with restating(
+        (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration),
+        lambda error: InputError(
+            f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
+        ),
+    ):
         text = read_text(Path(name))
         record = next(record for record in _records(text) if "verify_ms_by_nodes" in record)
         verify, draft = (
@@ -259,10 +264,6 @@ def find_costs(name: str) -> PassCosts:
             for name in ("verify_ms_by_nodes", "draft_pass_ms_by_width")
         )
         overhead = float(record.get("cycle_overhead_ms", 0)) / 1e3
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise InputError(
-            f"costs: {name} is neither one of {', '.join(PUBLISHED)} nor a file with a costs record ({error!r})"
-        ) from error
     return PassCosts(
         Path(name).stem, verify, draft, source="measured", measured=True, overhead=overhead
     )
@@ -336,15 +337,15 @@ def _number(value: Any) -> float | None:
     return float(value) if fits else None
 
 
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
-
-
 def _of(kind: type) -> Any:
     return lambda value: value if type(value) is kind else None
 
 
 _COST_BY_NODES = "costs of 0 or more by nodes of 1 or more"
+_WHOLE: tuple[str, Any] = (
+    "a whole number of 0 or more",
+    lambda value: value if type(value) is int and value >= 0 else None,
+)
 # Name of the field: accepted values, and a function that reads a JSON value and returns None if it does not fit.
 _READERS: dict[str, tuple[str, Any]] = {
     "name": ("a text", _of(str)),
@@ -353,13 +354,13 @@ _READERS: dict[str, tuple[str, Any]] = {
     "source": ("a text", _of(str)),
     "measured": ("true or false", _of(bool)),
     "overhead": ("0 or more", _number),
-    "context": ("a whole number of 0 or more", _count),
+    "context": _WHOLE,
     "verify_growth": (_COST_BY_NODES, lambda value: _points(value, 0)),
     "draft_growth": (_COST_BY_NODES, lambda value: _points(value, 0)),
     "padded": ("true or false", _of(bool)),
     "chains": ("true or false", _of(bool)),
     "experts": ("numbers of experts by nodes of 1 or more", lambda value: _points(value, 0)),
-    "all_experts": ("a whole number of 0 or more", _count),
+    "all_experts": _WHOLE,
     "expert": ("0 or more", _number),
     "spread": ("0 or more by nodes of 1 or more", lambda value: _points(value, 0)),
     "load": ("0 or more", _number),

@@ -1,17 +1,17 @@
 """The engine: draft, verify, commit, cycle after cycle, on one model and one sequence at a time."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
+from transformers import PreTrainedModel
 
 from specengine.drafters import Drafter, innermost
+from specengine.drafters._wrappers import Origins
 from specengine.engine import loading
 from specengine.engine.generation import (
     SCORED_ROWS,
@@ -41,14 +41,9 @@ from specengine.policies import TreePolicy
 from specengine.records import Cycle, GenerationResult, SpeculativeOutput, TokenLogprob
 from specengine.request.custom_generate import CustomGenerate
 from specengine.request.options import GenerationOptions, Request
+from specengine.request.prompts import Prompt
+from specengine.request.sampling import Sampler
 from specengine.request.text import Decoder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from specengine.drafters._wrappers import Origins
-    from specengine.request.prompts import Prompt
-    from specengine.request.sampling import Sampler
 
 __all__ = [
     "SCORED_ROWS",
@@ -97,8 +92,9 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
             for answer in [answer for engine in engines for answer in engine.answers]:
                 answer.close()
         except ValueError as error:  # of a generator that is executing
-            message = "this engine is generating in another thread; close it after that answer"
-            raise EngineBusyError(message) from error
+            raise EngineBusyError(
+                "this engine is generating in another thread; close it after that answer"
+            ) from error
         for engine in engines:
             engine.let_go()
         self._streams = None
@@ -117,7 +113,7 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
         draft: str | os.PathLike[str] | PreTrainedModel | Drafter | None = None,
         policy: str | TreePolicy | None = None,
         **options: Any,
-    ) -> Engine:
+    ) -> Self:
         """Load a target with its draft and policy.
 
         model   a Hugging Face id, a local path or a loaded model; None is the embedded default model

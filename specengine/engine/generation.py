@@ -126,7 +126,20 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     target, pool = engine.target, engine.pool
     drafter, policy = drivers.drafter, drivers.policy
     stats = request.stats
-    hints = _hints_for(drafter, request)
+    reason = (
+        "plain decoding has no draft that copies"
+        if drafter is None
+        else f"draft {drafter.name!r} copies nothing"
+    )
+    require_input(
+        f"prediction: {reason}; accepted with ngram and with lookup",
+        not request.prediction or (drafter is not None and drafter.traits.copies),
+    )
+    hints = Hints(
+        [request.prompt[-1], *request.prediction] if request.prediction else (),
+        0.0 if request.sampler.couples else request.sampler.temperature,
+        memory=request.memory and request.memory.index,
+    )
     rests = False
     if engine.ring is not None and drafter is not None:
         cast(Any, innermost(drafter)).renew()  # takes a head that was learnt meanwhile
@@ -186,22 +199,6 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     captured_notes = () if drivers.captured is None else drivers.captured.notes
     stats.notes += [*engine.notes, *target.notes, *captured_notes]
     return lane
-
-
-def _hints_for(drafter: Drafter | None, request: Request) -> Hints:
-    """Return the hints for a drafter. Raises InputError if there is a prediction and the drafter has no use for it."""
-    if request.prediction and (drafter is None or not drafter.traits.copies):
-        reason = (
-            "plain decoding has no draft that copies"
-            if drafter is None
-            else f"draft {drafter.name!r} copies nothing"
-        )
-        raise InputError(f"prediction: {reason}; accepted with ngram and with lookup")
-    return Hints(
-        [request.prompt[-1], *request.prediction] if request.prediction else (),
-        0.0 if request.sampler.couples else request.sampler.temperature,
-        memory=request.memory and request.memory.index,
-    )
 
 
 def source_of(
@@ -561,18 +558,13 @@ def _scored(
             target.reserve(len(tokens), 0)
         for first in range(0, len(tokens) - 1, SCORED_ROWS):
             end = min(first + SCORED_ROWS, len(tokens) - 1)
-            with sharing(target.device, target.running)():
-                rated = _rated(target, tokens, first, end, top)
+            with sharing(target.device, target.running)(), torch.inference_mode():
+                logits = target.rate(tokens[first:end])
+                finite = torch.isfinite(logits).any(1).tolist()
+                if not all(finite):
+                    refuse_no_choice(None, first + finite.index(False) + 1)
+                rated = of_rows(logits, tokens[first + 1 : end + 1], top)
             yield from rated  # not within, where a caller who pauses would hold up captures
-
-
-@torch.inference_mode()
-def _rated(target: Target, tokens: list[int], first: int, end: int, top: int) -> list[TokenLogprob]:
-    logits = target.rate(tokens[first:end])
-    finite = torch.isfinite(logits).any(1).tolist()
-    if not all(finite):
-        refuse_no_choice(None, first + finite.index(False) + 1)
-    return of_rows(logits, tokens[first + 1 : end + 1], top)
 
 
 @dataclasses.dataclass(frozen=True)

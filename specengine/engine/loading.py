@@ -152,7 +152,14 @@ def load(
     if drafts:
         check_draft(draft, options)
     loaded = load_model(model, options, load_tokenizer(options))
-    resolved = dataclasses.replace(options, graphs=_captures(loaded, options))
+    by_default = (
+        options.tp_plan is None
+        and not isinstance(loaded.model, NativeLM)
+        and loaded.model.device.type == "cuda"
+    )
+    resolved = dataclasses.replace(
+        options, graphs=by_default if options.graphs is None else options.graphs
+    )
     try:
         target, drafter = _pair(loaded, draft, policy, drafts, resolved)
     except (InputError, UnsupportedModelError) as error:
@@ -217,16 +224,6 @@ def _mixed(
     return Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
 
 
-def _captures(loaded: LoadedModel, options: LoadOptions) -> bool:
-    """Return whether graphs are tried: by default on a CUDA device."""
-    by_default = (
-        options.tp_plan is None
-        and not isinstance(loaded.model, NativeLM)
-        and loaded.model.device.type == "cuda"
-    )
-    return by_default if options.graphs is None else options.graphs
-
-
 def _pair(
     loaded: LoadedModel, draft: Any, policy: Any, drafts: bool, options: LoadOptions
 ) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
@@ -234,7 +231,16 @@ def _pair(
     for it. UnsupportedModelError where one was."""
     target = _target(loaded, options)
     if options.context is not None:
-        _set_context(target, options.context)
+        lm, context = target.lm, options.context
+        limit = min(target.max_context, lm.max_context)
+        fixed = (
+            fixed_context(lm.config)
+            if limit == lm.max_context
+            else f"strict attention ends with its window of {limit}"
+        )
+        require("context", context, f"2 to {limit}: {fixed}", context <= limit or not fixed)
+        lm.widen(context)
+        target.max_context = context
     if drafts and isinstance(target, OwnCacheTarget) and (options.strict or not target.trees):
         if options.strict or draft is not None or policy is not None:
             what = "strict" if options.strict else "draft" if draft is not None else "policy"
@@ -260,20 +266,6 @@ def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | Na
         merge=loaded.own,
         reason=loaded.reason,
     )
-
-
-def _set_context(target: HuggingFaceTarget | NativeTarget, context: int) -> None:
-    """Let texts have that many tokens. InputError where the target's positions end before."""
-    lm = target.lm
-    limit = min(target.max_context, lm.max_context)
-    fixed = (
-        fixed_context(lm.config)
-        if limit == lm.max_context
-        else f"strict attention ends with its window of {limit}"
-    )
-    require("context", context, f"2 to {limit}: {fixed}", context <= limit or not fixed)
-    lm.widen(context)
-    target.max_context = context
 
 
 def _checked(field: str, name: Any) -> Any:

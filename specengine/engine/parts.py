@@ -126,10 +126,7 @@ class KeptDrivers:
             if drivers.captured is None:  # it has given up its graphs
                 drivers = drivers._replace(captured=self.of(drivers.policy).captured)
             self._named[key] = drivers
-        return self._bounded(key)
-
-    def _bounded(self, key: tuple[str, ...]) -> Drivers:
-        """Return the drivers asked for last; those asked for longest ago give up their graphs if there are many."""
+        # of many, those asked for longest ago give up their graphs
         captured = [
             one
             for one, kept in self._named.items()
@@ -552,8 +549,7 @@ def memory_of(
     if not copies or options.memory == "off":
         require("memory_from", str(options.memory_from), "none", options.memory_from is None)
         return None
-    make = backend().TextMemory
-    memory = Memory(make, target.vocab_size, tokenizer, folder_of(options.memory))
+    memory = Memory(backend().TextMemory, target.vocab_size, tokenizer, folder_of(options.memory))
     index = memory.of().index
     if options.memory_from is not None:
         require("memory_from", str(options.memory_from), "with a tokenizer", tokenizer is not None)

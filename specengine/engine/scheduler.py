@@ -6,8 +6,6 @@ in one place then, alone and with others: room, prompt, cycles, and what it give
 Drafts and trees of all lanes are run together (`cycle.run_eager`); one thread at a time steps them all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -95,7 +93,7 @@ class SteppedAnswer(Iterator[Cycle]):
     """
 
     def __init__(
-        self, scheduler: Scheduler, steps: Generator[Any, Any, None], ticket: Ticket
+        self, scheduler: "Scheduler", steps: Generator[Any, Any, None], ticket: Ticket
     ) -> None:
         self.ticket = ticket
         # cycles that nobody has taken yet, and whether each is the last
@@ -400,7 +398,7 @@ class AsyncTextGeneration(
     `result` is there once the iterator has ended. Errors of `Engine.generate` are raised by the iterator.
     """
 
-    def __init__(self, streams: Streams, begin: Begin) -> None:
+    def __init__(self, streams: "Streams", begin: Begin) -> None:
         """streams: answers it, once one of its engines is idle."""
         self.result: GenerationResult | None = None
         self._pieces: asyncio.Queue[StreamPiece | GenerationResult | BaseException | None] = (

@@ -4,10 +4,11 @@ import importlib
 import os
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,16 +35,6 @@ class _Bound(dict[torch.device, Implementation | None]):
         taken = backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
         run = self[device] = _loaded(backend)[self.name] if taken else None
         return run
-
-
-class _Always(dict[torch.device, Implementation | None]):
-    """One implementation on every device."""
-
-    def __init__(self, run: Implementation | None) -> None:
-        self.run = run
-
-    def __missing__(self, device: torch.device) -> Implementation | None:
-        return self.run
 
 
 class _Native(threading.local):
@@ -155,8 +146,8 @@ def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
     but: implementations of some ops, which run these all the same.
     """
     before = dict(native.__dict__), dict(kernels.__dict__)
-    native.__dict__.update({name: _Always(None) for name in OPS})
-    kernels.__dict__.update({name: _Always((but or {}).get(name)) for name in OPS})
+    native.__dict__.update({name: defaultdict(lambda: None) for name in OPS})
+    kernels.__dict__.update({name: defaultdict(partial((but or {}).get, name)) for name in OPS})
     try:
         yield
     finally:

@@ -69,7 +69,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
     bool [n, L], or that repeated for the heads of a group, [G * n, L]; None where every row sees every slot.
     Returns [Hq, n, D]; a row that sees nothing gives 0.
     """
-    heads, rows, _ = query.shape
+    heads, rows, size = query.shape
     refuse_unless(
         key.shape == value.shape and heads % key.shape[0] == 0,
         "query, key, value",
@@ -91,7 +91,6 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: 
     if run := kernels.tree_attention[query.device]:
         return run(query, key, value, mask, scale)
     # The query heads of a group become rows of one head, so keys and values are read once and never repeated.
-    heads, rows, size = query.shape
     packed = query.reshape(1, key.shape[0], -1, size)
     one_row = packed.shape[2] == 1 and packed.dtype is torch.bfloat16
     if packed.device.type == "cpu" and (one_row or packed.dtype is torch.float16):

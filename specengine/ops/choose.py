@@ -82,10 +82,10 @@ def choose_tokens(
     if seed is None or positions is None or temperature is None or not logits.shape[0]:
         best = scores.max(dim=-1).indices
     else:
-        best = (
-            doubled(defined(scores.float() / temperature))
-            + _noise(seed, positions, logits.shape[1])
-        ).argmax(1)
+        columns = logits.shape[1]
+        index = torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64)
+        noise = _gumbel(_words(seed, positions, index).flatten(1)[:, :columns])
+        best = (doubled(defined(scores.float() / temperature)) + noise).argmax(1)
     return best.masked_fill(~finite.any(1), -1)
 
 
@@ -171,14 +171,6 @@ def gather_rows(
 def signed(value: int) -> int:
     """Return the int64 with the bits of a number modulo 2**64."""
     return ((value + 2**63) & MASK64) - 2**63
-
-
-def _noise(seed: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Return -log(-log(philox_uniform)) for many positions, all on the device: float64 [n, columns]."""
-    x = _words(
-        seed, positions, torch.arange(-(-columns // 4), device=positions.device, dtype=torch.int64)
-    )
-    return _gumbel(x.flatten(1)[:, :columns])
 
 
 def _gumbel(words: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 Elsewhere than on CUDA the same functions are called over the same buffers, without a capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -15,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -209,7 +207,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, earlier: Mark) -> float:
+    def since(self, earlier: Self) -> float:
         """Return the seconds since another mark of the device, which has come to both."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
@@ -219,9 +217,7 @@ class Mark:
 def clear_workspaces() -> None:
     """Drop the cuBLAS workspaces of all streams; products make new ones on demand."""
     # missing in torch's builds for a CPU
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 def branches(device: torch.device) -> bool:

@@ -1,9 +1,7 @@
 """The op of a best-first search: a bounded queue of scored nodes over one tree. Source: SALF Alg. 2."""
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ class Queues(NamedTuple):
     bound: Tensor
 
     @classmethod
-    def start(cls, budget: int, device: torch.device | str) -> Queues:
+    def start(cls, budget: int, device: torch.device | str) -> Self:
         """Return queues that hold the root, in G."""
         accepted, scores, log_probs = torch.full(
             (3, budget), -math.inf, device=device, dtype=torch.float32
@@ -143,7 +141,16 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     inner = there & (queues.depths < search.max_depth)
     taken = there & (inner.cumsum(0) - inner.long() < search.batch) & going
     count = taken.sum(0, keepdim=True)
-    after, nodes = _accept(queues, taken, count)
+    # the `taken` first entries of Q move to G, which keeps `nodes` of them
+    ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
+    best = order_keys(ranked).topk(budget).indices
+    nodes = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
+    later = (place + count).clamp(max=budget - 1)
+    scores, log_probs, *rest = (values[later] for values in queues[1:6])
+    scores = scores.masked_fill(place + count >= budget, -math.inf)
+    after = Queues(
+        ranked[best], scores, log_probs, rest[0], rest[1], rest[2], _bound(ranked[best], scores)
+    )
     # -inf where G is not full
     drafted = (place < nodes) & (queues.scores > after.accepted[-1:]) & inner
     drafted &= (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True) >= search.threshold
@@ -162,24 +169,6 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
         part[source] for part in (queues.parents, queues.tokens, queues.log_probs)
     )
     return after, Drawn(parents, tokens, log_probs, (nodes + filled).int(), Nodes(expand, expanded))
-
-
-def _accept(queues: Queues, taken: Tensor, count: Tensor) -> tuple[Queues, Tensor]:
-    """Move the `taken` first entries of Q to G; returns the queues and how many of them G keeps, int64 [1]."""
-    budget, place = (
-        queues.scores.shape[0],
-        torch.arange(taken.shape[0], device=taken.device, dtype=torch.int64),
-    )
-    ranked = torch.cat([queues.accepted, queues.scores.masked_fill(~taken, -math.inf)])
-    best = order_keys(ranked).topk(budget).indices
-    accepted_count = ((best >= budget) & (ranked[best] > -math.inf)).sum(0, keepdim=True)
-    source = (place + count).clamp(max=budget - 1)
-    scores, log_probs, *rest = (values[source] for values in queues[1:6])
-    scores = scores.masked_fill(place + count >= budget, -math.inf)
-    after = Queues(
-        ranked[best], scores, log_probs, rest[0], rest[1], rest[2], _bound(ranked[best], scores)
-    )
-    return after, accepted_count
 
 
 def _bound(accepted: Tensor, scores: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Step, the draft distributions of a frontier, and the ops that select and mix their rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,7 +212,7 @@ class Drafted(NamedTuple):
     marks: Tensor | None
     copies: Any = None
 
-    def mixed(self, tree: Arrays, frontier: Nodes) -> Drafted:
+    def mixed(self, tree: Arrays, frontier: Nodes) -> "Drafted":
         """Return the same with its copies mixed in, as they follow the nodes of the frontier."""
         if self.copies is None:
             return self
@@ -234,7 +232,7 @@ class Drafted(NamedTuple):
         )
 
 
-def ids_with(step: Drafted | Step, new: list[int]) -> Tensor:
+def ids_with(step: "Drafted | Step", new: list[int]) -> Tensor:
     """Return the target's ids of the step's columns and of new ones after them."""
     ids = step.token_ids
     if ids is None:
@@ -326,9 +324,15 @@ class Step:
     ) -> Candidates:
         """Select the `most` best continuations of all frontier nodes together; see `best_candidates`."""
         scores = tree.path_log_probs.index_select(0, frontier.ids)
-        options = {"limit": limit, "log_gate": log_gate, "bound": bound}
         return best_candidates(
-            self.logits, scores, frontier.live, most, **options, normalized=self.normalized
+            self.logits,
+            scores,
+            frontier.live,
+            most,
+            limit=limit,
+            log_gate=log_gate,
+            bound=bound,
+            normalized=self.normalized,
         )
 
     def children(self, frontier: Nodes, found: Candidates) -> Children:
@@ -339,7 +343,7 @@ class Step:
     def tokens_of(self, columns: Tensor) -> Tensor:
         return columns if self.token_ids is None else self.token_ids[columns]
 
-    def row(self, index: Tensor) -> Step:
+    def row(self, index: Tensor) -> "Step":
         """Return the step of one of the nodes alone; index: int64 [1]."""
         hidden, marks = (
             None if part is None else row_of(part, index) for part in (self.hidden, self.marks)

@@ -1,7 +1,5 @@
 """Rules that shape the draft tree, one file each. The file's name is the policy's name, its fields are its options."""
 
-from __future__ import annotations
-
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +13,11 @@ from specengine.errors import InputError as InputError
 from specengine.errors import PolicyError, did_you_mean, kind_of, shown
 from specengine.errors import require_input as require_input
 from specengine.ops import Nodes
+from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts
-    from specengine.ops.select import Step
     from specengine.records import Outcome
 
 
@@ -84,7 +82,7 @@ class TreePolicy:
         return DRAFT
 
     def begin(
-        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+        self, tokens: int, sampled: bool = False, costs: "Callable[[], PassCosts] | None" = None
     ) -> None:
         """Prepare for a generation.
 
@@ -108,7 +106,7 @@ class TreePolicy:
         """
         return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         """Learn from the target's choices in a grown tree. Called once per cycle.
 
         A captured driver calls it inside a graph if the policy has a state on the device, else on the host. With

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specengine import ops
-from specengine.errors import TRUTH, InputError, number, reader, require_input, whole
+from specengine.errors import TRUTH, InputError, number, reader, require_input, restating, whole
 from specengine.files import atomic
 from specengine.policies import PerDevice
 
@@ -161,14 +161,18 @@ def save(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a classifier; `facts` are JSON values and hold at least depth_base, top, beta and the kind's sizes."""
-    recorded = {
-        "format": FORMAT,
-        "kind": kind,
-        "features": list(KINDS[kind].features),
-        "log_base": "e",
-        **facts,
-    }
-    write(file, net, recorded, dtype)
+    write(
+        file,
+        net,
+        {
+            "format": FORMAT,
+            "kind": kind,
+            "features": list(KINDS[kind].features),
+            "log_base": "e",
+            **facts,
+        },
+        dtype,
+    )
 
 
 def write(file: Path, net: nn.Module, facts: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -199,12 +203,13 @@ def load(kind: str, classifier: str) -> Classifier:
     require_input(
         f"{where} is not a file; train one with: {training_command(kind)}", file.is_file()
     )
-    try:
-        state, facts = read(file)
-    except UNREADABLE as error:
-        raise InputError(
+    with restating(
+        UNREADABLE,
+        lambda error: InputError(
             f"{where} cannot be read ({error!r}); train it again with: {training_command(kind)}"
-        ) from error
+        ),
+    ):
+        state, facts = read(file)
     readers = {
         "format": reader(f"{FORMAT}", lambda value: value == FORMAT),
         "kind": reader(kind, lambda value: value == kind),

@@ -3,11 +3,9 @@
 A module of policies, none itself.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from specengine import ops
-from specengine.errors import InputError, require_input
+from specengine.errors import InputError, require_input, restating
 from specengine.policies import require, require_minimum
-from specengine.policies._classifier import UNREADABLE, filled, read, write
+from specengine.policies._classifier import UNREADABLE, filled, read
 
 FORMAT = 1
 # what ships, and for which target
@@ -125,7 +123,7 @@ class Networks(nn.Module):
             name: list(getattr(self, name).parameters()) for name in ("depth", "size")
         }
 
-    def on(self, device: torch.device) -> Networks:
+    def on(self, device: torch.device) -> "Networks":
         """Return the networks on a device, as a copy if they stand elsewhere."""
         if self.device == device:
             return self
@@ -134,15 +132,8 @@ class Networks(nn.Module):
         return moved
 
     @property
-    def hidden(self) -> dict[str, list[int]]:
-        return {
-            name: [layer.out_features for layer in _layers(getattr(self, name))[:-1]]
-            for name in ("depth", "size")
-        }
-
-    @property
     def device(self) -> torch.device:
-        return _layers(self.depth)[0].weight.device
+        return next(self.parameters()).device
 
     def goes_on(self, observation: Tensor, expansions: Tensor) -> Tensor:
         return self._best("depth", observation) == GO_ON
@@ -162,10 +153,6 @@ def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str
     return nn.Sequential(*layers[:-1])
 
 
-def _layers(network: nn.Sequential) -> list[nn.Linear]:
-    return [layer for layer in network if isinstance(layer, nn.Linear)]
-
-
 class Trained(NamedTuple):
     """Networks and the facts in their file."""
 
@@ -174,21 +161,6 @@ class Trained(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------- files
-
-
-def save(
-    file: Path, networks: Networks, facts: Mapping[str, Any], dtype: torch.dtype = torch.float32
-) -> None:
-    """Write a pair; `facts` are JSON values, for the record."""
-    stored = {
-        "format": FORMAT,
-        "kind": "ltd",
-        "shape": asdict(networks.shape),
-        "hidden": networks.hidden,
-        "activation": networks.activation,
-        **facts,
-    }
-    write(file, networks, stored, dtype)
 
 
 def shipped() -> list[str]:
@@ -210,7 +182,12 @@ def load(networks: str) -> Trained:
         "python -m research.ltd train",
         file.is_file(),
     )
-    try:
+    with restating(
+        UNREADABLE,
+        lambda error: InputError(
+            f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
+        ),
+    ):
         state, facts = read(file)
         if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
             raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
@@ -224,8 +201,4 @@ def load(networks: str) -> Trained:
             )
         )
         empty_networks = Networks(shape, facts["hidden"], facts["activation"])
-    except UNREADABLE as error:
-        raise InputError(
-            f"{where} cannot be read ({error!r}); train it again: python -m research.ltd train"
-        ) from error
     return Trained(filled(empty_networks, state, where), facts)

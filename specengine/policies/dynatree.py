@@ -1,7 +1,5 @@
 """DynaTree: children by confidence, depth by path probability, both adjusted to the history of acceptance."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -85,17 +83,6 @@ class DynaTree(TreePolicy):
     }
 
     def __post_init__(self) -> None:
-        self._check()
-        self._base_depth, self._high = float(self.base_depth), self.high
-        self._deep, self._low = self.deep, self.low
-        self._rates = deque[float](maxlen=self.window)
-        self._since = 0  # cycles after the last adjustment
-        # float32 [] each: the whole base depth, the logarithms of high, deep and low
-        self._moved = PerDevice(
-            lambda device: torch.tensor(self._settings, device=device, dtype=torch.float32).unbind()
-        )
-
-    def _check(self) -> None:
         require(
             "dynatree",
             "base_depth, max_depth",
@@ -129,6 +116,14 @@ class DynaTree(TreePolicy):
         require_minimum("dynatree", self, nodes=1, window=1)
         for name in ("target", "band", "step"):
             require("dynatree", name, getattr(self, name), "0 to 1", 0 <= getattr(self, name) <= 1)
+        self._base_depth, self._high = float(self.base_depth), self.high
+        self._deep, self._low = self.deep, self.low
+        self._rates = deque[float](maxlen=self.window)
+        self._since = 0  # cycles after the last adjustment
+        # float32 [] each: the whole base depth, the logarithms of high, deep and low
+        self._moved = PerDevice(
+            lambda device: torch.tensor(self._settings, device=device, dtype=torch.float32).unbind()
+        )
 
     @property
     def capacity(self) -> int:
@@ -167,7 +162,7 @@ class DynaTree(TreePolicy):
         ids = nodes.ids.index_select(0, expanded.ids) if len(nodes.ids) else expanded.ids
         return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle = outcome.cycle
         assert cycle is not None  # it keeps no state on a device
         height = int(cycle.tree.depths.max())

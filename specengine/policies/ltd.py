@@ -1,7 +1,5 @@
 """Learning to Draft: two small networks, trained on throughput, choose a beam's depth and how much is verified."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,12 +96,12 @@ class Ltd(Beam):
         self.budget = min(sizes[-1], self.capacity)
 
     def begin(
-        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+        self, tokens: int, sampled: bool = False, costs: "Callable[[], PassCosts] | None" = None
     ) -> None:
         self._tokens = tokens
         self._tell()
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle = outcome.cycle
         assert cycle is not None  # it keeps no state on a device
         self._tokens += len(cycle.tokens)

@@ -55,8 +55,7 @@ def read_grammars(folder: str) -> Callable[..., str]:
 
 def fill_templates(folder: str) -> Callable[..., dict[str, str]]:
     """Return what fills a chat template with a conversation, by transformers."""
-    names = "transformers", "transformers.utils"
-    for name in names:
+    for name in ("transformers", "transformers.utils"):
         _skip_module(name, os.path.join(os.path.dirname(folder), *name.split(".")))
     try:
         from transformers.utils.chat_template_utils import render_jinja_template

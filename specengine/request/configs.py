@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from specengine.errors import InputError, require, require_value, shown
+from specengine.errors import InputError, require, require_input, require_value, shown
 from specengine.registry import plain
 from specengine.request.sampling import Processor
 
@@ -92,8 +92,7 @@ def read_call(prompt: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt, options = None, {**prompt, **options}
     arguments = {"prompt": prompt, **options}
-    prompts = {name: arguments.pop(name) for name in _PROMPTS if name in arguments}
-    prompts = {name: value for name, value in prompts.items() if value is not None}
+    prompts = {name: value for name in _PROMPTS if (value := arguments.pop(name, None)) is not None}
     require(
         "prompt",
         " and ".join(prompts) or "none",
@@ -127,8 +126,7 @@ class Configured:
     ) -> None:
         of_call = {} if call is None else _set_fields(call)
         for name in _OUTPUTS:
-            if of_call.get(name):
-                raise _unsupported(name, of_call[name], "leave it out")
+            _support(name, of_call.get(name), "leave it out", not of_call.get(name))
         of_model = {} if model is None else _set_fields(model)
         of_model.pop("return_dict_in_generate", None)  # the caller says what comes back
         self.values = {
@@ -142,19 +140,19 @@ class Configured:
 
     def refuse_unsupported(self, known: Collection[str]) -> None:
         """Raise InputError for fields that are not supported; known: fields that are read by name."""
-        if self.values.get("cache_implementation") == "quantized":
-            raise _unsupported(
-                "cache_implementation",
-                "quantized",
-                "its numbers differ, and so do tokens; leave it out",
-            )
+        _support(
+            "cache_implementation",
+            "quantized",
+            "its numbers differ, and so do tokens; leave it out",
+            self.values.get("cache_implementation") != "quantized",
+        )
         for name, value in self.values.items():
             if name in (*known, *WITHOUT_EFFECT, *BEFORE, *BEGINNING, *SHAPES_DRAWS):
                 continue
             neutral, _ = _NEUTRAL.get(name, (False, ""))
-            if (value or name in _NEVER_EMPTY) and value != neutral:
-                without = f"generation_config=GenerationConfig({name}={neutral}) goes without"
-                raise _unsupported(name, value, _REMEDIES.get(name, without))
+            without = f"generation_config=GenerationConfig({name}={neutral}) goes without"
+            asks_nothing = (not value and name not in _NEVER_EMPTY) or value == neutral
+            _support(name, value, _REMEDIES.get(name, without), asks_nothing)
 
     def take(self, options: Mapping[str, Any]) -> None:
         """Take over the options, by name, that a processor below is made of: they go before the configs' values."""
@@ -215,9 +213,10 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _unsupported(name: str, value: Any, remedy: str) -> InputError:
-    return InputError(
-        f"generation_config.{name}: {shown(value)} is not supported by speculative decoding here; {remedy}"
+def _support(name: str, value: Any, remedy: str, holds: bool) -> None:
+    require_input(
+        f"generation_config.{name}: {shown(value)} is not supported by speculative decoding here; {remedy}",
+        holds,
     )
 
 

@@ -97,42 +97,37 @@ class CustomGenerate:
         )
         # before the batch, which transformers makes of beams
         Configured(config).refuse_unsupported(IN_CONFIGS | PROCESSED)
-        _check_inputs(input_ids, inputs)
+        require_input(
+            "inputs_embeds: not supported, pass input_ids; drafts are made of tokens",
+            inputs.get("inputs_embeds") is None,
+        )
+        require(
+            "input_ids",
+            f"a batch of {input_ids.shape[0]}",
+            "one sequence; for several call generate_many",
+            input_ids.shape[0] == 1,
+        )
+        mask = inputs.get("attention_mask")
+        require_input(
+            "attention_mask: padded prompts are not supported, pass the prompt without padding",
+            mask is None or bool(mask.all()),
+        )
+        positions = inputs.get("position_ids")
+        require_input(
+            "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding",
+            positions is None or positions.flatten().tolist() == list(range(input_ids.shape[1])),
+        )
+        past = inputs.get("past_key_values")
+        require_input(
+            "past_key_values: not supported, the engine has a cache of its own; sessions reuse it",
+            past is None or not (getattr(past, "_is_user_defined", False) or past.get_seq_length()),
+        )
+        for name, value in inputs.items():
+            require_input(
+                f"{name}: not supported by speculative decoding here",
+                name in _PREPARED or value is None,
+            )
         require_input(
             "prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that",
             not config.prompt_lookup_num_tokens,
-        )
-
-
-def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
-    """Raise InputError for model inputs other than one sequence of token ids without padding."""
-    require_input(
-        "inputs_embeds: not supported, pass input_ids; drafts are made of tokens",
-        inputs.get("inputs_embeds") is None,
-    )
-    require(
-        "input_ids",
-        f"a batch of {input_ids.shape[0]}",
-        "one sequence; for several call generate_many",
-        input_ids.shape[0] == 1,
-    )
-    mask = inputs.get("attention_mask")
-    require_input(
-        "attention_mask: padded prompts are not supported, pass the prompt without padding",
-        mask is None or bool(mask.all()),
-    )
-    positions = inputs.get("position_ids")
-    require_input(
-        "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding",
-        positions is None or positions.flatten().tolist() == list(range(input_ids.shape[1])),
-    )
-    past = inputs.get("past_key_values")
-    require_input(
-        "past_key_values: not supported, the engine has a cache of its own; sessions reuse it",
-        past is None or not (getattr(past, "_is_user_defined", False) or past.get_seq_length()),
-    )
-    for name, value in inputs.items():
-        require_input(
-            f"{name}: not supported by speculative decoding here",
-            name in _PREPARED or value is None,
         )

@@ -1,7 +1,5 @@
 """Answers that keep to a JSON schema or a grammar: what is allowed and what is forced after any tokens."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from specengine.errors import InputError, missing_extra, require, require_input, shown
+from specengine.errors import InputError, missing_extra, require, require_input, restating, shown
 from specengine.files import MARK
 from specengine.models import common_prefix
 from specengine.request import schemas
@@ -47,11 +45,12 @@ def library() -> Any:
     """Return llguidance; MissingExtraError where it is not installed."""
     if "llguidance" not in sys.modules:
         READERS.start()  # while this imports
-    try:
+    with restating(
+        ImportError,
+        lambda error: missing_extra("json_schema, json_object, grammar", "grammar", error),
+    ):
         import llguidance
         import llguidance.hf
-    except ImportError as error:
-        raise missing_extra("json_schema, json_object, grammar", "grammar", error) from error
     return llguidance
 
 
@@ -69,7 +68,17 @@ def _compiled(field: str, text: str) -> str:
             if field == "grammar"
             else library().LLMatcher.grammar_from_json_schema(text, overrides=WRITTEN | STRICT)
         )
-        fault = _fault(grammar)
+        try:
+            fault = str(READERS.answer([grammar, LIMITS], MAX_SECONDS))
+        except NoReaderError:
+            log.warning("schemas and grammars are read in this process, as no other can be started")
+            is_wrong, messages = _deeply(
+                lambda: library().LLMatcher.validate_grammar_with_warnings(
+                    grammar, limits=library().LLParserLimits(**LIMITS)
+                ),
+                len(grammar),
+            )
+            fault = str(messages[0]) if is_wrong else ""
     except InputError:
         raise
     except (ValueError, RecursionError, TimeoutError, MemoryError) as error:
@@ -77,20 +86,6 @@ def _compiled(field: str, text: str) -> str:
     if fault:
         raise refused(field, fault)
     return str(grammar)
-
-
-def _fault(grammar: str) -> str:
-    try:
-        return str(READERS.answer([grammar, LIMITS], MAX_SECONDS))
-    except NoReaderError:
-        log.warning("schemas and grammars are read in this process, as no other can be started")
-        is_wrong, messages = _deeply(
-            lambda: library().LLMatcher.validate_grammar_with_warnings(
-                grammar, limits=library().LLParserLimits(**LIMITS)
-            ),
-            len(grammar),
-        )
-        return str(messages[0]) if is_wrong else ""
 
 
 def refused(field: str, why: str) -> InputError:
@@ -102,10 +97,10 @@ def _text_of(field: str, value: Any) -> str:
     if field == "json_object":
         return '{"type": "object"}'
     if field == "json_schema" and isinstance(value, Mapping):
-        try:
+        with restating(
+            (TypeError, ValueError, RecursionError), lambda error: refused(field, str(error))
+        ):
             value = json.dumps(dict(value), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise refused(field, str(error)) from error
     value = value.removeprefix(MARK) if isinstance(value, str) else value
     if not isinstance(value, str) or not value.strip():
         accepted = (
@@ -115,10 +110,11 @@ def _text_of(field: str, value: Any) -> str:
         )
         raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
     require(field, f"{len(value)} characters", f"up to {MAX_TEXT}", len(value) <= MAX_TEXT)
-    try:
+    with restating(
+        UnicodeEncodeError,
+        lambda error: InputError(f"{field}: character {error.start} is not Unicode text"),
+    ):
         value.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{field}: character {error.start} is not Unicode text") from error
     return value
 
 
@@ -196,7 +192,7 @@ class Vocabularies:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._made: dict[tuple[int, ...], Any] = {}
 
-    def constraint(self, field: str, grammar: str, ends: Sequence[int]) -> Constraint:
+    def constraint(self, field: str, grammar: str, ends: Sequence[int]) -> "Constraint":
         """Return the constraint of a grammar of `compiled`; ends: ids that end an answer, possibly none.
 
         InputError where the grammar does not fit the tokenizer, or is met by no text.
@@ -232,14 +228,15 @@ class Vocabularies:
         if ends not in self._made:
             size = max(self._size, len(self._tokenizer))
             end_ids = list(ends) or [self._stand_in]
-            try:
+            with restating(
+                ValueError,
+                lambda error: InputError(
+                    f"{field}: the tokenizer cannot be read for it ({error!s:.200})"
+                ),
+            ):
                 self._made[ends] = library().hf.from_tokenizer(
                     self._tokenizer, n_vocab=size, eos_token=end_ids
                 )
-            except ValueError as error:
-                raise InputError(
-                    f"{field}: the tokenizer cannot be read for it ({error!s:.200})"
-                ) from error
         return self._made[ends]
 
 

@@ -1,10 +1,8 @@
 """GenerationOptions, the options of one generation, checked before any work, and the Request made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import (
@@ -87,7 +85,7 @@ class GenerationOptions(DeclaredOptions):
         model_config: GenerationConfig | None,
         prompt_length: int,
         max_context: int,
-    ) -> GenerationOptions:
+    ) -> Self:
         """Complete and check `options`; InputError names the field and what it accepts."""
         self = cls.check(options)
         asked = self.do_sample
@@ -107,21 +105,26 @@ class GenerationOptions(DeclaredOptions):
         if self.samples and self.seed is None:
             self.seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         if self.max_new_tokens is None:
-            self.max_new_tokens = self._up_to(configured.values.get("max_length"), prompt_length)
+            # of a config, which counts the prompt
+            most = configured.values.get("max_length", prompt_length + DEFAULT_MAX_NEW_TOKENS)
+            whole(prompt_length + 1).check("generation_config.max_length", most)
+            self.max_new_tokens = most - prompt_length
         if options.get("min_new_tokens") is None:
             self.min_new_tokens = min(self.min_new_tokens or 0, self.max_new_tokens)
         least, most = self.min_new_tokens or 0, self.max_new_tokens
         require("min_new_tokens", least, f"up to {shown(most)}", least <= most)
         self._max_length = prompt_length + self.max_new_tokens
         if self._max_length > max_context:
-            ends = f"the answer ends with the context, {max_context} tokens of prompt and answer"
-            self.cut = f"max_new_tokens: {ends}; {CONTEXT_SOURCES}"
+            self.cut = (
+                f"max_new_tokens: the answer ends with the context, {max_context} tokens of prompt and "
+                f"answer; {CONTEXT_SOURCES}"
+            )
         self.max_new_tokens = min(self.max_new_tokens, max_context - prompt_length)
         configured.check(self._context(prompt_length, "cpu"), samples=self.samples)
         return self
 
     @classmethod
-    def check(cls, options: dict[str, Any]) -> GenerationOptions:
+    def check(cls, options: dict[str, Any]) -> Self:
         """Return the options as given, each of them checked, before there is a model; InputError as `of` raises it."""
         declared = declarations()
         require_options(options, declared)
@@ -174,14 +177,13 @@ class GenerationOptions(DeclaredOptions):
         criteria = list(self.stopping_criteria or [])
         if self.max_time is not None:
             criteria.append(MaxTimeCriteria(self.max_time))
-        complete = None if constraint is None else constraint.complete
         return Stopper(
             self.max_new_tokens,
             self.eos_token_ids,
             self.stops,
             criteria,
             decode,
-            complete,
+            None if constraint is None else constraint.complete,
             self.stops_after,
         )
 
@@ -283,13 +285,6 @@ class GenerationOptions(DeclaredOptions):
                 if reader is not None and values.get(name) is not None:
                     reader.check(f"generation_config.{name}", values[name])
 
-    def _up_to(self, max_length: int | None, prompt_length: int) -> int:
-        """Return how many tokens a config's max_length, which counts the prompt, leaves for the answer."""
-        if max_length is None:
-            return DEFAULT_MAX_NEW_TOKENS
-        whole(prompt_length + 1).check("generation_config.max_length", max_length)
-        return max_length - prompt_length
-
     def _check_processors(self, prompt_length: int) -> None:
         """Refuse what transformers' processors refuse, by the name of the option."""
         named = ("sequence_bias", "bad_words_ids", "suppress_tokens")
@@ -305,9 +300,8 @@ class GenerationOptions(DeclaredOptions):
                 IndexError,
                 RuntimeError,
             ) as error:
-                text = shown(getattr(self, name))
                 raise InputError(
-                    f"{name}: got {text}, which transformers refuses ({error!s:.300})"
+                    f"{name}: got {shown(getattr(self, name))}, which transformers refuses ({error!s:.300})"
                 ) from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]

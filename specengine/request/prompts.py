@@ -1,14 +1,12 @@
 """Turning a prompt into token ids, and token ids into text."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from specengine.errors import (
     require,
     require_input,
     require_value,
+    restating,
     shown,
 )
 from specengine.registry import is_array, is_number, plain
@@ -46,6 +45,96 @@ Template = Mapping[str, Any] | None
 Messages = Sequence[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
+
+
+# ---- room
+
+
+LETTERS = 8  # for each token of the room: texts up to that are read at once
+# more tokens than this for each of the room's are too many, however pieces are joined
+MARGIN = 1.25
+PIECE = 1 << 14  # characters that are read without looking up
+
+
+@dataclass(frozen=True)
+class Room:
+    """A prompt's limit: a number of tokens.
+
+    longest       characters of the longest token, where that is known already
+    still_wanted  called before each piece of a long text is read; what it raises comes out
+    """
+
+    tokens: int
+    longest: int | None = None
+    still_wanted: Callable[[], None] = lambda: None
+
+    def require(self, field: str, texts: Iterable[str], tokenizer: Any) -> None:
+        """Raise InputError for texts that certainly do not fit; those that nearly do may pass.
+
+        A text longer than that many of the longest tokens is refused unread. A long one is read in pieces, up to where
+        there are too many.
+        """
+        texts = list(texts)
+        letters = sum(map(len, texts))
+        if letters <= LETTERS * self.tokens:
+            return
+        self.require_possible(field, letters, tokenizer)
+        count = read = 0
+        for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
+            self.still_wanted()
+            readable = piece.encode("utf-8", "replace").decode()
+            count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
+            read += len(piece)
+            if count > MARGIN * self.tokens:
+                raise self._too_long(
+                    field,
+                    f"its first {read} of {letters} characters have {count} tokens, "
+                    f"accepted at most {self.tokens}",
+                    count,
+                )
+
+    def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
+        """Raise InputError where a text of that many tokens cannot hold that many characters."""
+        longest = self.longest or longest_token(tokenizer)
+        if letters > longest * self.tokens:
+            raise self._too_long(
+                field,
+                f"it has {letters} characters, accepted at most {self.tokens} tokens, "
+                f"of which the longest has {longest} characters",
+                -(-letters // longest),
+            )
+
+    def _too_long(self, field: str, message: str, tokens: int) -> InputError:
+        """Return the error for a text of at least that many tokens."""
+        message = f"{field}: {message}"
+        if field != "prompt":
+            return InputError(message)
+        return ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Return the characters of the vocabulary's longest token; sys.maxsize where the tokenizer does not tell."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return max(map(len, vocabulary), default=0) or sys.maxsize
+
+
+def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
+    """Yield the texts in pieces of at most that many characters, short ones together."""
+    waiting: list[str] = []
+    letters = 0
+    for text in texts:
+        for start in range(0, len(text), most):
+            cut = text[start : start + most]
+            if letters + len(cut) > most:
+                yield "".join(waiting)
+                waiting, letters = [], 0
+            waiting.append(cut)
+            letters += len(cut)
+    if waiting:
+        yield "".join(waiting)
+
+
+# ---- prompts
 
 
 def token_ids(  # noqa: PLR0913
@@ -77,9 +166,13 @@ def token_ids(  # noqa: PLR0913
     require_input("prompt: it is empty, at least one token is needed", ids != [])
     require_tokens("prompt", ids, vocab_size)
     if len(ids) >= max_context:
-        message = f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: "
-        message += f"the context here is {max_context} and an answer needs room; {CONTEXT_SOURCES}"
-        raise ContextLengthError(message, len(ids), max_context, max_context - 1)
+        raise ContextLengthError(
+            f"prompt: it has {len(ids)} tokens, accepted at most {max_context - 1}: the context here is "
+            f"{max_context} and an answer needs room; {CONTEXT_SOURCES}",
+            len(ids),
+            max_context,
+            max_context - 1,
+        )
     return ids
 
 
@@ -164,9 +257,10 @@ def _encode(
     if all(type(item) is int for item in ids):
         return ids
     wrong = next(item for item in ids if type(item) is not int)
-    several = isinstance(wrong, str | list | tuple | Mapping)
     reason = (
-        "for several prompts call generate_many" if several else f"got {shown(wrong)} in a list"
+        "for several prompts call generate_many"
+        if isinstance(wrong, str | list | tuple | Mapping)
+        else f"got {shown(wrong)} in a list"
     )
     raise InputError(f"prompt: {ACCEPTED}; {reason}")
 
@@ -298,7 +392,7 @@ class SpecialText(NamedTuple):
     pattern: re.Pattern[str]
 
     @classmethod
-    def of(cls, tokenizer: Any) -> SpecialText | None:
+    def of(cls, tokenizer: Any) -> Self | None:
         """Return the texts of a tokenizer, or None where it has no special tokens."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = sorted({token.content for token in added if token.special}, key=len, reverse=True)
@@ -363,12 +457,13 @@ def _with(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _require_unicode(field: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(
+    with restating(
+        UnicodeEncodeError,
+        lambda error: InputError(
             f"{field}: character {error.start} is not Unicode text ({text[error.start]!r}); was it read as UTF-8?"
-        ) from error
+        ),
+    ):
+        text.encode("utf-8")
 
 
 def require_tokens(field: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -402,7 +497,20 @@ def filled(
             return str(
                 tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
             )
-        return _filled(tokenizer, messages, tools, options)
+        options = {**tokenizer.special_tokens_map, "tools": tools, **options}
+        options["chat_template"] = tokenizer.get_chat_template(options.get("chat_template"), tools)
+        conversation = [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ]
+        try:
+            answer = FILLERS.answer([conversation, options], MAX_SECONDS)
+        except NoReaderError:
+            log.warning("chat templates are filled in this process, as no other can be started")
+            return str(render_jinja_template([conversation], **options)[0][0])
+        if "fault" in answer:
+            raise ValueError(answer["fault"])
+        return str(answer["text"])
 
 
 def fills_itself(tokenizer: Any) -> bool:
@@ -414,114 +522,11 @@ def fills_itself(tokenizer: Any) -> bool:
     )
 
 
-@contextmanager
-def _refusing(field: str) -> Iterator[None]:
-    try:
-        yield
-    except (
-        Exception
-    ) as error:  # a template raises what it likes over roles and fields that it does not know
-        text = " ".join(str(error).split())
-        raise InputError(
-            f"{field}: the chat template does not take these messages ({text:.300})"
-        ) from error
-
-
-def _filled(tokenizer: Any, messages: Messages, tools: Any, options: dict[str, Any]) -> str:
-    options = {**tokenizer.special_tokens_map, "tools": tools, **options}
-    options["chat_template"] = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    conversation = [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
-    try:
-        answer = FILLERS.answer([conversation, options], MAX_SECONDS)
-    except NoReaderError:
-        log.warning("chat templates are filled in this process, as no other can be started")
-        return str(render_jinja_template([conversation], **options)[0][0])
-    if "fault" in answer:
-        raise ValueError(answer["fault"])
-    return str(answer["text"])
-
-
-# ---- room
-
-
-LETTERS = 8  # for each token of the room: texts up to that are read at once
-# more tokens than this for each of the room's are too many, however pieces are joined
-MARGIN = 1.25
-PIECE = 1 << 14  # characters that are read without looking up
-
-
-@dataclass(frozen=True)
-class Room:
-    """A prompt's limit: a number of tokens.
-
-    longest       characters of the longest token, where that is known already
-    still_wanted  called before each piece of a long text is read; what it raises comes out
-    """
-
-    tokens: int
-    longest: int | None = None
-    still_wanted: Callable[[], None] = lambda: None
-
-    def require(self, field: str, texts: Iterable[str], tokenizer: Any) -> None:
-        """Raise InputError for texts that certainly do not fit; those that nearly do may pass.
-
-        A text longer than that many of the longest tokens is refused unread. A long one is read in pieces, up to where
-        there are too many.
-        """
-        texts = list(texts)
-        letters = sum(map(len, texts))
-        if letters <= LETTERS * self.tokens:
-            return
-        self.require_possible(field, letters, tokenizer)
-        count = read = 0
-        for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
-            self.still_wanted()
-            readable = piece.encode("utf-8", "replace").decode()
-            count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
-            read += len(piece)
-            if count > MARGIN * self.tokens:
-                message = (
-                    f"its first {read} of {letters} characters have {count} tokens, "
-                    f"accepted at most {self.tokens}"
-                )
-                raise self._too_long(field, message, count)
-
-    def require_possible(self, field: str, letters: int, tokenizer: Any) -> None:
-        """Raise InputError where a text of that many tokens cannot hold that many characters."""
-        longest = self.longest or longest_token(tokenizer)
-        if letters > longest * self.tokens:
-            message = f"it has {letters} characters, accepted at most {self.tokens} tokens, "
-            message += f"of which the longest has {longest} characters"
-            raise self._too_long(field, message, -(-letters // longest))
-
-    def _too_long(self, field: str, message: str, tokens: int) -> InputError:
-        """Return the error for a text of at least that many tokens."""
-        message = f"{field}: {message}"
-        if field != "prompt":
-            return InputError(message)
-        return ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
-
-
-def longest_token(tokenizer: Any) -> int:
-    """Return the characters of the vocabulary's longest token; sys.maxsize where the tokenizer does not tell."""
-    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return max(map(len, vocabulary), default=0) or sys.maxsize
-
-
-def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the texts in pieces of at most that many characters, short ones together."""
-    waiting: list[str] = []
-    letters = 0
-    for text in texts:
-        for start in range(0, len(text), most):
-            cut = text[start : start + most]
-            if letters + len(cut) > most:
-                yield "".join(waiting)
-                waiting, letters = [], 0
-            waiting.append(cut)
-            letters += len(cut)
-    if waiting:
-        yield "".join(waiting)
+def _refusing(field: str) -> AbstractContextManager[None]:
+    # a template raises what it likes over roles and fields that it does not know
+    return restating(
+        Exception,
+        lambda error: InputError(
+            f"{field}: the chat template does not take these messages ({' '.join(str(error).split()):.300})"
+        ),
+    )

@@ -1,7 +1,5 @@
 """Choose tokens, decide where an answer ends, and report log-probabilities."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -316,7 +314,18 @@ class Stopper:
         self._texts = (
             _Tail(decode, self.stop_strings) if decode is not None and self.stop_strings else None
         )
-        self._shown = self._showing(decode) if self._texts is not None else None
+        texts: Any = decode if self._texts is not None else None
+        # the text with the special tokens whose own text is in a stop string
+        specials = texts.specials_in(self.stop_strings) if hasattr(texts, "specials_in") else ()
+        self._shown = (
+            _Tail(
+                Decoder(texts.tokenizer, texts.shown | frozenset(specials)),
+                self.stop_strings,
+                specials,
+            )
+            if specials
+            else None
+        )
 
     def reason(self, token: int, history: History) -> str | None:
         """Return the reason to end after `token`, which `history` already holds; None to continue."""
@@ -350,19 +359,6 @@ class Stopper:
     def passed(self) -> int:
         """Return the characters at the beginning of the answer in which no stop string counts."""
         return 0 if self._texts is None else self._texts.passed
-
-    def _showing(self, decode: Any) -> _Tail | None:
-        """Return the text with the special tokens whose own text is in a stop string; None if there are none."""
-        tokens = decode.specials_in(self.stop_strings) if hasattr(decode, "specials_in") else ()
-        return (
-            _Tail(
-                Decoder(decode.tokenizer, decode.shown | frozenset(tokens)),
-                self.stop_strings,
-                tokens,
-            )
-            if tokens
-            else None
-        )
 
 
 class _Tail:

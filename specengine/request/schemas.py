@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, DecimalException
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -115,17 +115,18 @@ def _exact_values(key: str, value: Any) -> Any:
     return _exact_integer(key, value) if isinstance(value, int) else _exact_number(key, value)
 
 
-def _refusal(key: str, value: Any) -> ValueError:
-    return ValueError(
-        f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64"
-    )
+def _require_exact(key: str, value: Any, holds: bool) -> None:
+    if not holds:
+        raise ValueError(
+            f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64"
+        )
 
 
 def _exact_integer(key: str, value: int) -> int:
     """Return the value; ValueError where the library would round it."""
-    if _MIN_INT <= value <= _MAX_INT and (value == _MAX_INT or int(float(value)) == value):
-        return value
-    raise _refusal(key, value)
+    inside = _MIN_INT <= value <= _MAX_INT
+    _require_exact(key, value, inside and (value == _MAX_INT or int(float(value)) == value))
+    return value
 
 
 def _exact_number(key: str, value: Decimal | int) -> float:
@@ -133,8 +134,7 @@ def _exact_number(key: str, value: Decimal | int) -> float:
     exact = Decimal(value)
     number = float(exact) if abs(exact) < 2**63 else math.inf
     is_exact = Decimal(repr(number)) == exact and (abs(number) <= 2**53 or number == exact)
-    if not is_exact or number != _as_read(number):
-        raise _refusal(key, value)
+    _require_exact(key, value, is_exact and number == _as_read(number))
     return number
 
 
@@ -182,14 +182,12 @@ def _bound(
             for fewer in (range(7) if exact else (0,))
         )
         step = next((step for step in steps if float(step) == _as_read(float(step))), None)
-        if step is None:
-            raise _refusal(key, value)
-        return _exact_number(key, step)
+        _require_exact(key, value, step is not None)
+        return _exact_number(key, cast(Decimal, step))
     exact = Decimal(value)
     if exact * sign < -_MAX_INT:  # farther than integers are written here
         return _MIN_INT if sign > 0 else _MAX_INT
-    if abs(exact) >= 2**63:
-        raise _refusal(key, value)
+    _require_exact(key, value, abs(exact) < 2**63)
     whole = int(exact.to_integral_value(ROUND_CEILING if sign > 0 else ROUND_FLOOR))
     whole += sign if opened and whole == exact else 0
     return max(whole, _MIN_INT) if sign > 0 and whole < _MIN_INT else _exact_integer(key, whole)

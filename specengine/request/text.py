@@ -1,7 +1,5 @@
 """Token ids as text: whole, and as it grows."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -155,7 +153,7 @@ class SharedTokenizer:
         self._given, self._reads, self._copies_alone = tokenizer, threading.Lock(), threading.Lock()
 
     @classmethod
-    def of(cls, tokenizer: Any) -> SharedTokenizer | None:
+    def of(cls, tokenizer: Any) -> "SharedTokenizer | None":
         """Return a tokenizer, which may be None, for several threads."""
         return (
             None
@@ -218,8 +216,9 @@ def _takes_options(tokenizer: Any) -> bool:
         parameters = inspect.signature(tokenizer.decode).parameters
     except (AttributeError, TypeError, ValueError):  # none, or of a kind that does not say
         return tokenizer is not None
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return "skip_special_tokens" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    return "skip_special_tokens" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _function(tokenizer: Any, name: str) -> Any:

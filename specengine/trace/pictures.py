@@ -1,13 +1,11 @@
 """Figures of traces: how they are written, and the picture of one cycle's tree, root on the left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specengine.errors import InputError, require_suffix
+from specengine.errors import InputError, require_suffix, restating
 from specengine.files import atomic, writing
 from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, TracedCycle
 
@@ -35,11 +33,11 @@ def write_figure(
     without matplotlib, or if the file cannot be written.
     """
     require_suffix(field, file, METADATA)
-    try:
+    with restating(
+        ImportError, lambda _: InputError(f"{field}: needs matplotlib, run pip install matplotlib")
+    ):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(f"{field}: needs matplotlib, run pip install matplotlib") from error
     suffix = file.suffix.lower()
     with matplotlib.rc_context({**look, "svg.hashsalt": "specengine"}):
         figure: Any = Figure(**options)
@@ -78,14 +76,12 @@ def draw_tree(cycle: TracedCycle, file: Path, *, pruned: bool = False) -> None:
     Raise InputError for another suffix, without matplotlib, or if the file cannot be written.
     """
     layout = _Layout(cycle, pruned)
-    size = (COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN)
-    look = {"font.size": 10, "font.family": "monospace"}
     write_figure(
         file,
         "tree",
         lambda figure: _fill(figure, cycle, layout),
-        look,
-        figsize=size,
+        {"font.size": 10, "font.family": "monospace"},
+        figsize=(COLUMN * layout.columns, ROW * layout.rows + 2 * MARGIN),
         facecolor="white",
     )
 
@@ -140,11 +136,27 @@ def _fill(figure: Any, cycle: TracedCycle, layout: _Layout) -> None:
     states = {node: OWN if node < 0 else cycle.states[node] for node in layout.places}
     for node in layout.places:
         for child in layout.below(node):
-            _edge(axes, layout.places[node], layout.places[child], LOOKS[states[child]])
+            (x0, y0), (x1, y1), look = (
+                layout.places[node],
+                layout.places[child],
+                LOOKS[states[child]],
+            )
+            style = {key: look[key] for key in ("linewidth", "linestyle") if key in look}
+            bend = x1 - BEND
+            axes.plot(
+                [x0 - BOX, bend, bend, x1 - BOX],
+                [y0, y0, y1, y1],
+                color=look["edgecolor"],
+                zorder=look["linewidth"],
+                **style,
+            )
     for node, (column, row) in layout.places.items():
-        text = cycle.committed_texts[-1] if node < 0 else cycle.texts[node]
+        # on one line, with visible spaces
+        text = repr(cycle.committed_texts[-1] if node < 0 else cycle.texts[node])[1:-1]
+        text = text.replace(" ", "␣")
+        text = literal(text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…")
         box = {"boxstyle": "round,pad=0.3", **LOOKS[states[node]]}
-        axes.text(column - BOX, row, _shown(text), va="center", zorder=4, bbox=box)
+        axes.text(column - BOX, row, text, va="center", zorder=4, bbox=box)
         if node > 0:
             axes.text(
                 column - BEND + 0.03,
@@ -159,24 +171,3 @@ def _fill(figure: Any, cycle: TracedCycle, layout: _Layout) -> None:
     figure.legend(
         handles=handles, loc="lower center", ncols=len(handles), fontsize=9, frameon=False
     )
-
-
-def _edge(
-    axes: Any, start: tuple[float, float], end: tuple[float, float], look: dict[str, Any]
-) -> None:
-    (x0, y0), (x1, y1) = start, end
-    x0, x1, bend = x0 - BOX, x1 - BOX, x1 - BEND
-    style = {key: look[key] for key in ("linewidth", "linestyle") if key in look}
-    axes.plot(
-        [x0, bend, bend, x1],
-        [y0, y0, y1, y1],
-        color=look["edgecolor"],
-        zorder=look["linewidth"],
-        **style,
-    )
-
-
-def _shown(text: str) -> str:
-    """Return a token's text on one line, with visible spaces."""
-    text = repr(text)[1:-1].replace(" ", "␣")
-    return literal(text if len(text) <= MAX_LETTERS else text[: MAX_LETTERS - 1] + "…")

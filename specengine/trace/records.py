@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specengine.errors import InputError, require_input, require_value, shown
+from specengine.errors import InputError, require_input, require_value, restating, shown
 
 FORMAT = 1
 _TEMPLATE_MARK = re.compile(r"<\|[^|]{1,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -167,83 +167,80 @@ def read_trace(file: Path) -> Trace:
     An incomplete last line, as a killed run leaves it, is skipped and reported. Raise InputError naming line and field
     for any other error.
     """
-    try:
+    with restating(
+        OSError,
+        lambda error: InputError(f"trace: {file} cannot be read ({error.strerror or error})"),
+    ):
         lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"trace: {file} cannot be read ({error.strerror or error})") from error
-    reading = _Reading(file)
-    for number, line in enumerate(lines[:-1], start=1):
-        reading.take(_parsed(line, f"{file}, line {number}"), f"{file}, line {number}")
-    rest, where = lines[-1], f"{file}, line {len(lines)}"
+    header: dict[str, Any] = {}
+    queries: list[dict[str, Any]] = []
     truncated = False
-    if rest:
+    for number, line in enumerate(lines, start=1):
+        where = f"{file}, line {number}"
         try:
-            record = _parsed(rest, where)
+            record = _parsed(line, where)
         except InputError:
-            truncated = True
+            if number < len(lines):
+                raise
+            truncated = line != b""
         else:
-            reading.take(record, where)
-    return reading.done(truncated)
+            _take(record, where, header, queries)
+    require_input(f"trace: {file} has no records", bool(header))
+    return Trace(file, **header, queries=[Query(**query) for query in queries], truncated=truncated)
 
 
-class _Reading:
-    """Collects the records of a file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._header: dict[str, Any] | None = None
-        self._queries: list[dict[str, Any]] = []
-
-    def take(self, record: dict[str, Any], where: str) -> None:
-        kind = record.pop("record", None)
-        require_value(
-            f"trace: {where}: record",
-            kind,
-            ", ".join(_FIELDS),
-            isinstance(kind, str) and kind in _FIELDS,
-        )
+def _take(
+    record: dict[str, Any], where: str, header: dict[str, Any], queries: list[dict[str, Any]]
+) -> None:
+    """Add a record to the header or the queries. Raise InputError unless it is whole and stands where it may."""
+    kind = record.pop("record", None)
+    require_value(
+        f"trace: {where}: record",
+        kind,
+        ", ".join(_FIELDS),
+        isinstance(kind, str) and kind in _FIELDS,
+    )
+    require_input(
+        f"trace: {where}: record: got {kind}, but a trace begins with a record trace",
+        bool(header) or kind == "trace",
+    )
+    require_input(
+        f"trace: {where}: format: got {shown(record.get('format'))}, this specengine reads {FORMAT}",
+        kind != "trace" or record.get("format") == FORMAT,
+    )
+    record = {**_DEFAULTS.get(kind, {}), **record}
+    checks = _FIELDS[kind]
+    for name, (accepted, holds) in checks.items():
+        require_input(f"trace: {where}: {kind}.{name} is missing", name in record)
+        require_value(f"trace: {where}: {kind}.{name}", record[name], accepted, holds(record[name]))
+    unknown = sorted(record.keys() - checks.keys())
+    require_input(
+        f"trace: {where}: {kind}.{', '.join(unknown[:1])} is unknown, known are {', '.join(checks)}",
+        not unknown,
+    )
+    if kind == "trace":
+        require_input(f"trace: {where}: record: a second record trace", not header)
+        header |= {name: value for name, value in record.items() if name != "format"}
+    elif kind == "query":
+        queries.append({**record, "cycles": []})
+    else:
         require_input(
-            f"trace: {where}: record: got {kind}, but a trace begins with a record trace",
-            self._header is not None or kind == "trace",
+            f"trace: {where}: record: got {kind} outside a query",
+            bool(queries) and "stats" not in queries[-1],
         )
-        require_input(
-            f"trace: {where}: format: got {shown(record.get('format'))}, this specengine reads {FORMAT}",
-            kind != "trace" or record.get("format") == FORMAT,
-        )
-        record = {**_DEFAULTS.get(kind, {}), **record}
-        _check_fields(record, kind, where)
-        if kind == "trace":
-            require_input(f"trace: {where}: record: a second record trace", self._header is None)
-            self._header = {name: value for name, value in record.items() if name != "format"}
-        elif kind == "query":
-            self._queries.append({**record, "cycles": []})
+        if kind == "cycle":
+            _check_tree(record, where)
+            queries[-1]["cycles"].append(TracedCycle(**record))
         else:
-            require_input(
-                f"trace: {where}: record: got {kind} outside a query",
-                bool(self._queries) and "stats" not in self._queries[-1],
-            )
-            if kind == "cycle":
-                _check_tree(record, where)
-                self._queries[-1]["cycles"].append(TracedCycle(**record))
-            else:
-                self._queries[-1].update(record)
-
-    def done(self, truncated: bool) -> Trace:
-        header = self._header or {}
-        require_input(f"trace: {self._file} has no records", bool(header))
-        return Trace(
-            self._file,
-            **header,
-            queries=[Query(**query) for query in self._queries],
-            truncated=truncated,
-        )
+            queries[-1].update(record)
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
+    with restating(
+        (ValueError, RecursionError),
+        lambda error: InputError(f"trace: {where} is not JSON ({error})"),
+    ):
         record = json.loads(line, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"trace: {where} is not JSON ({error})") from error
     require_value(f"trace: {where}", record, "an object", isinstance(record, dict))
     return record
 
@@ -325,18 +322,6 @@ _FIELDS: dict[str, dict[str, Check]] = {
         "stats": ("an object", lambda value: isinstance(value, dict)),
     },
 }
-
-
-def _check_fields(record: dict[str, Any], kind: str, where: str) -> None:
-    checks = _FIELDS[kind]
-    for name, (accepted, holds) in checks.items():
-        require_input(f"trace: {where}: {kind}.{name} is missing", name in record)
-        require_value(f"trace: {where}: {kind}.{name}", record[name], accepted, holds(record[name]))
-    unknown = sorted(record.keys() - checks.keys())
-    require_input(
-        f"trace: {where}: {kind}.{', '.join(unknown[:1])} is unknown, known are {', '.join(checks)}",
-        not unknown,
-    )
 
 
 def _check_tree(record: dict[str, Any], where: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
-from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, Query, Trace, TracedCycle
+from specengine.trace.records import ACCEPTED, PRUNED, REJECTED, ROOT, Trace, TracedCycle
 
 MARKS = {ROOT: " ", ACCEPTED: "✓", REJECTED: "×", PRUNED: "·"}
 OWN = "+"  # the mark of the target's own token
@@ -30,15 +30,12 @@ def summary(traces: Sequence[Trace]) -> Iterator[str]:
             number += 1
             title = repr(query.title)
             shown = title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 3] + "..."
-            yield f"  {number:>5}{_figures(query)}  {_plain(query.finish_reason or '-'):<10}{shown}"
-
-
-def _figures(query: Query) -> str:
-    tokens = sum(len(cycle.committed) for cycle in query.cycles)
-    return (
-        f"{len(query.cycles):>8}{tokens:>8}{query.tau:>7.2f}{query.delta:>7.2f}{query.verified:>10.1f}"
-        f"{query.drafted:>9.1f}"
-    )
+            tokens = sum(len(cycle.committed) for cycle in query.cycles)
+            yield (
+                f"  {number:>5}{len(query.cycles):>8}{tokens:>8}{query.tau:>7.2f}{query.delta:>7.2f}"
+                f"{query.verified:>10.1f}{query.drafted:>9.1f}"
+                f"  {_plain(query.finish_reason or '-'):<10}{shown}"
+            )
 
 
 def _plain(text: str) -> str:
@@ -63,15 +60,12 @@ def cycle_lines(cycle: TracedCycle, *, pruned: bool = False) -> Iterator[str]:
         if node < 0:
             yield branch
             continue
-        probabilities = _probabilities(cycle, node) if node else " " * 15
+        edge, path = cycle.probabilities[node], cycle.path_probabilities[node]
+        shape = "9.3f" if path >= 0.001 else "9.0e"
+        probabilities = f"{edge:>6.3f}{path:>{shape}}" if node else " " * 15
         yield f"{probabilities}  {MARKS[cycle.states[node]]} {branch}{cycle.texts[node]!r} {cycle.tokens[node]}"
         stack.extend(reversed(list(_below(cycle, node, before, pruned))))
     yield LEGEND
-
-
-def _probabilities(cycle: TracedCycle, node: int) -> str:
-    edge, path = cycle.probabilities[node], cycle.path_probabilities[node]
-    return f"{edge:>6.3f}{path:>9.3f}" if path >= 0.001 else f"{edge:>6.3f}{path:>9.0e}"
 
 
 def _below(

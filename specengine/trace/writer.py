@@ -38,7 +38,21 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         self._name = file = Path(file)
         with writing(file, "trace"):
             self._file = file.open("w", encoding="ascii", newline="\n")
-        self._write("trace", format=FORMAT, **_described(engine))
+        config = getattr(getattr(engine.target, "model", None), "config", None)
+        name = str(getattr(config, "_name_or_path", "") or type(engine.target).__name__)
+        self._write(
+            "trace",
+            format=FORMAT,
+            model=Path(name).name if Path(name).is_dir() else name,  # without the machine's folders
+            draft=engine.drafter.name if engine.drafter is not None else "none",
+            policy=repr(engine.policy) if engine.policy is not None else "plain",
+            versions={
+                "specengine": specengine.__version__,
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        )
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -115,24 +129,6 @@ def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycl
         },
         origins=cycle.origins,
     )
-
-
-def _described(engine: Engine) -> dict[str, Any]:
-    config = getattr(getattr(engine.target, "model", None), "config", None)
-    name = str(getattr(config, "_name_or_path", "") or type(engine.target).__name__)
-    return {
-        "model": Path(name).name
-        if Path(name).is_dir()
-        else name,  # without the folders of the machine
-        "draft": engine.drafter.name if engine.drafter is not None else "none",
-        "policy": repr(engine.policy) if engine.policy is not None else "plain",
-        "versions": {
-            "specengine": specengine.__version__,
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
 
 
 def _probabilities(log_probs: torch.Tensor) -> list[float]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from research.drafting import draft_tree
+from research.ltd.files import save
 from research.ltd.observations import best_actions, depth_observation, laid_out, size_observation
 from research.ltd.steered import steered_policy
 from specengine import ops, policies
@@ -102,7 +103,7 @@ def constant_networks(shape: LtdShape, depth: int, size: int) -> Networks:
 
 @pytest.mark.parametrize(("action", "expansions"), [(_ltd.STOP, 1), (_ltd.GO_ON, 4)])
 def test_constant_networks_give_eagles_tree(tmp_path: Path, action: int, expansions: int) -> None:
-    _ltd.save(tmp_path / "pair.safetensors", constant_networks(SMALL, action, 1), {})
+    save(tmp_path / "pair.safetensors", constant_networks(SMALL, action, 1), {})
     policy = policies.make("ltd", networks=str(tmp_path / "pair.safetensors"))
     assert (policy.capacity, policy.budget) == (1 + 3 + 4 * 9, 1 + 9)
     tree, _ = grown(policy, drafter(4))  # type: ignore[arg-type]
@@ -183,7 +184,7 @@ def test_facts_that_are_not_seen_are_0(sees: tuple[str, ...]) -> None:
 def test_files_without_newer_facts_of_the_shape_load(tmp_path: Path) -> None:
     """The shipped ones do not say what their networks see, nor in which order."""
     shape = replace(SMALL, sees=("depth",))
-    _ltd.save(tmp_path / "pair.safetensors", constant_networks(shape, 1, 1), {})
+    save(tmp_path / "pair.safetensors", constant_networks(shape, 1, 1), {})
     assert _ltd.load(str(tmp_path / "pair.safetensors")).networks.shape == shape
     assert not {"sees", "best_first"} & set(_ltd.load("cpu").facts["shape"])
     assert _ltd.load("cpu").networks.shape.sees == ("length", "depth")
@@ -386,7 +387,7 @@ def test_networks_compute_what_torch_does(activation: str) -> None:
 
 def test_a_pair_comes_back_from_its_file(tmp_path: Path) -> None:
     file, networks = tmp_path / "pair.safetensors", Networks(SMALL, HIDDEN, "tanh")
-    _ltd.save(file, networks, {"note": [1, 2]})
+    save(file, networks, {"note": [1, 2]})
     found = _ltd.load(str(file))
     assert found.networks.shape == SMALL
     assert found.networks.activation == "tanh"
@@ -414,7 +415,7 @@ def test_a_pair_comes_back_from_its_file(tmp_path: Path) -> None:
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: Any, message: str) -> None:
     file = tmp_path / "pair.safetensors"
-    _ltd.save(file, Networks(SMALL, HIDDEN), {})
+    save(file, Networks(SMALL, HIDDEN), {})
     state = load_file(file)
     facts = {
         "format": 1,

@@ -19,6 +19,7 @@ from specengine.errors import (
     refuse_misfits,
     require_intact,
     require_supported,
+    restating,
 )
 from specengine.models import families
 
@@ -111,8 +112,8 @@ class MetadataFields:
     def refuse_unread(self) -> None:
         """Raise UnsupportedModelError for a key that nobody has asked for: it may change the numbers."""
         for architecture, _, key in (name.partition(".") for name in self.file.metadata):
-            if architecture == self.architecture and key not in self._asked:
-                raise self.unsupported(key, "is not known")
+            if architecture == self.architecture:
+                self.support(key, "is not known", key in self._asked)
 
     def count(self, key: str, default: int | None = None) -> int:
         value: Any = default if self.value(key) is None else self.value(key)
@@ -127,14 +128,14 @@ class MetadataFields:
 
     def require(self, key: str, value: object, accepted: str, holds: bool) -> None:
         shown = "missing" if value is None else str(value)[:80]
-        place = f"{self.file.path}: {self.architecture}.{key}"
-        require_intact(f"{place} must be {accepted}; it is {shown}", holds)
-
-    def unsupported(self, key: str, reason: str) -> UnsupportedModelError:
-        shown = str(self.value(key))[:80]
-        return UnsupportedModelError(
-            f"{self.file.path}: {self.architecture}.{key} = {shown} {reason}"
+        require_intact(
+            f"{self.file.path}: {self.architecture}.{key} must be {accepted}; it is {shown}", holds
         )
+
+    def support(self, key: str, reason: str, holds: bool) -> None:
+        """Raise UnsupportedModelError, with the value and why it is none, unless `holds`."""
+        shown = str(self.value(key))[:80]
+        require_supported(f"{self.file.path}: {self.architecture}.{key} = {shown} {reason}", holds)
 
 
 def config(file: GGUFFile) -> transformers.PretrainedConfig:
@@ -150,9 +151,8 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
 def _refuse_effects(metadata: MetadataFields, read: Collection[str] = ()) -> None:
     """Raise UnsupportedModelError for a key that would change the forward; read: those that are taken into account."""
     for key, values in _WITHOUT_EFFECT.items():
-        value = metadata.value(key)
-        if value is not None and value not in values and key not in read:
-            raise metadata.unsupported(key, "is not supported")
+        accepted = key in read or metadata.value(key) in (None, *values)
+        metadata.support(key, "is not supported", accepted)
 
 
 def _model_config(metadata: MetadataFields, architecture: str) -> transformers.PretrainedConfig:
@@ -165,10 +165,11 @@ def _model_config(metadata: MetadataFields, architecture: str) -> transformers.P
     _refuse_effects(metadata, (*form.keys, *form.ignored, *form.read, *longrope))
     local = metadata.value("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
-        if local is not None and metadata.value(key) not in (None, local):
-            raise metadata.unsupported(
-                key, f"is not supported: it must be the size of a head with a window, {local}"
-            )
+        metadata.support(
+            key,
+            f"is not supported: it must be the size of a head with a window, {local}",
+            local is None or metadata.value(key) in (None, local),
+        )
     of_layer_norms = metadata.value("attention.layer_norm_epsilon")
     norms = (
         "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
@@ -210,15 +211,17 @@ def _model_config(metadata: MetadataFields, architecture: str) -> transformers.P
         "pad_token_id": special_id(file, "padding_token_id", sizes["vocabulary"]),
     }
     config_class = CONFIG_MAPPING[model_type]
-    try:
+    # transformers' own checks, whose errors have no common base
+    with restating(
+        Exception,
+        lambda error: CheckpointError(
+            f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
+        ),
+    ):
         fields |= form.finish(fields, metadata.value)
         return config_class(
             **fields, architectures=[config_class.__name__.replace("Config", "ForCausalLM")]
         )
-    except Exception as error:  # transformers' own checks, whose errors have no common base
-        raise CheckpointError(
-            f"{file.path}: no {config_class.__name__} can be built from its metadata: {error}"
-        ) from error
 
 
 def head_architecture(path: str | Path) -> str:
@@ -340,8 +343,11 @@ def _first_count(
         f"a positive integer, or one of each of {layers} layers",
         len(listed) == layers and all(type(each) is int and 0 < each < 1 << 31 for each in listed),
     )
-    if key not in form.by_layer and len(set(listed)) > 1:
-        raise fields.unsupported(key, "is not supported: layers have different numbers")
+    fields.support(
+        key,
+        "is not supported: layers have different numbers",
+        key in form.by_layer or len(set(listed)) == 1,
+    )
     return int(listed[0])
 
 
@@ -383,10 +389,7 @@ def _key_value_heads(
             and any(listed),
         )
         count, *others = set(listed) - {0}
-        if others:
-            raise fields.unsupported(
-                key, "is not supported: layers have different numbers of heads"
-            )
+        fields.support(key, "is not supported: layers have different numbers of heads", not others)
     fields.require(key, count, f"a divisor of the {heads} heads", heads % count == 0)
     return count
 
@@ -403,10 +406,8 @@ def _head_dim(
     partial, size = attention.partial, fields.count("attention.key_length", hidden // heads)
     for key in {"attention.value_length", "rope.dimension_count"} - set(ignored):
         count = fields.count(key, size)
-        if count != size and not (partial and key == "rope.dimension_count" and count < size):
-            raise fields.unsupported(
-                key, f"is not supported: it must be the size of a head, {size}"
-            )
+        fits = count == size or (partial and key == "rope.dimension_count" and count < size)
+        fields.support(key, f"is not supported: it must be the size of a head, {size}", fits)
     require_intact(
         f"{fields.file.path}: heads of {size} elements cannot be rotated: the size must be even",
         not size % 2,
@@ -417,8 +418,22 @@ def _head_dim(
 def _rope_parameters(
     fields: MetadataFields, head_dim: int, family: families.Family, form: families.GGUF
 ) -> dict[str, Any]:
+    # positions that turn the first channels of each half of a head, by factors of one
     if form.proportional and ROPE_FACTORS in fields.file.tensors:
-        return _proportional(fields, head_dim)
+        factors = fields.file.numbers(ROPE_FACTORS)
+        count = int((factors == 1).sum())
+        require_supported(
+            f"{fields.file.path}: the factors in {ROPE_FACTORS} are not those of proportional positions",
+            factors.shape == (head_dim // 2,)
+            and count > 0
+            and bool((factors[:count] == 1).all())
+            and not (factors[count:] < 1e20).any(),
+        )
+        return {
+            "rope_type": "proportional",
+            "rope_theta": fields.positive("rope.freq_base", 10_000.0),
+            "partial_rotary_factor": count / len(factors),
+        }
     if not family.attention.partial:
         return _scaled(fields, head_dim)
     turned = fields.count("rope.dimension_count", head_dim)
@@ -437,11 +452,12 @@ def _scaled(fields: MetadataFields, turned: int) -> dict[str, Any]:
                 f"{fields.file.path}: {name} must be [{turned // 2}]",
                 name in fields.file.tensors and fields.file.tensors[name].shape == (turned // 2,),
             )
-        context = fields.count("rope.scaling.original_context_length")
         return {
             "rope_type": "longrope",
             "rope_theta": theta,
-            "original_max_position_embeddings": context,
+            "original_max_position_embeddings": fields.count(
+                "rope.scaling.original_context_length"
+            ),
             "attention_factor": fields.positive("rope.scaling.attn_factor", 1.0),
             **{field: fields.file.numbers(name).tolist() for name, field in factors.items()},
         }
@@ -452,10 +468,11 @@ def _scaled(fields: MetadataFields, turned: int) -> dict[str, Any]:
     ):  # llama.cpp: linear where nothing is said
         plain = {"rope_type": "default", "rope_theta": theta}
         return _llama3_rope(fields, theta, turned) if ROPE_FACTORS in fields.file.tensors else plain
-    if kind not in (None, "linear", "yarn") or ROPE_FACTORS in fields.file.tensors:
-        raise fields.unsupported(
-            "rope.scaling.type", f"is not supported, nor is {ROPE_FACTORS} beside a kind"
-        )
+    fields.support(
+        "rope.scaling.type",
+        f"is not supported, nor is {ROPE_FACTORS} beside a kind",
+        kind in (None, "linear", "yarn") and ROPE_FACTORS not in fields.file.tensors,
+    )
     if kind != "yarn":
         trained = fields.value("rope.scaling.original_context_length")
         original = {} if trained is None else {"original_max_position_embeddings": trained}
@@ -467,25 +484,6 @@ def _scaled(fields: MetadataFields, turned: int) -> dict[str, Any]:
         "original_max_position_embeddings": fields.count("rope.scaling.original_context_length"),
         "beta_fast": fields.positive("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.positive("rope.scaling.yarn_beta_slow", 1.0),
-    }
-
-
-def _proportional(fields: MetadataFields, head_dim: int) -> dict[str, Any]:
-    """Return the parameters of positions that turn the first channels of each half of a head, by factors of one."""
-    factors = fields.file.numbers(ROPE_FACTORS)
-    turned = int((factors == 1).sum())
-    require_supported(
-        f"{fields.file.path}: the factors in {ROPE_FACTORS} are not those of proportional positions",
-        factors.shape == (head_dim // 2,)
-        and turned > 0
-        and bool((factors[:turned] == 1).all())
-        and not (factors[turned:] < 1e20).any(),
-    )
-    theta = fields.positive("rope.freq_base", 10_000.0)
-    return {
-        "rope_type": "proportional",
-        "rope_theta": theta,
-        "partial_rotary_factor": turned / len(factors),
     }
 
 
@@ -505,12 +503,14 @@ def _llama3_rope(fields: MetadataFields, theta: float, head_dim: int) -> dict[st
         f"(low {low}, high {high}, context {context}), so their meaning is unknown",
         as_computed,
     )
-    frequencies = {
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
         "original_max_position_embeddings": context,
     }
-    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **frequencies}
 
 
 def suppressed_ids(file: GGUFFile, vocabulary: int) -> list[int] | None:
@@ -536,19 +536,23 @@ def require_complete(
     shapes: of the tensors that the model has in transformers. CheckpointError, which lists them, where some are
     missing in the file, of another shape, or not used by the model.
     """
-    names, rows = tensor_names(config, shapes), _rows(config)
-    for (
-        key,
-        several,
-    ) in names.items():  # of latents, whose matrices older files have as one, as transformers has
+    rows: dict[str, int] = {}  # of each module of a file
+    for part in families.known()[config.model_type].parts(config):
+        rows[part.name.gguf] = rows.get(part.name.gguf, 0) + part.size
+    names = tensor_names(config, shapes)
+    # of latents, whose matrices older files have as one, as transformers has
+    for key, several in names.items():
         whole = several[0].replace("attn_k_b", "attn_kv_b")
         names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
     expected: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
         expected |= _split(config, names[key], turned(config, shape), rows)
-    unread = tuple(f"{name.gguf}." for name in families.known()[config.model_type].unread(config))
     form: Any = families.known()[config.model_type].gguf
     drafts = range(config.num_hidden_layers, MetadataFields(file).count("block_count"))
+    unread = (
+        *(f"{name.gguf}." for name in families.known()[config.model_type].unread(config)),
+        *(f"blk.{number}." for number in drafts),
+    )
     scales = {  # of NVFP4 matrices, and of inputs, which are not rounded to four bits here
         name.removesuffix("weight") + ending
         for name, tensor in file.tensors.items()
@@ -561,8 +565,7 @@ def require_complete(
         if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight"))
         else tensor.shape
         for name, tensor in file.tensors.items()
-        if _block(name) not in drafts
-        and name not in scales
+        if name not in scales
         and not name.startswith(unread)
         and not name.endswith(tuple(form.constants))
     }
@@ -633,23 +636,9 @@ def is_of_latents(name: str) -> bool:
     return ".attn_k_b." in name or ".attn_v_b." in name
 
 
-def _rows(config: transformers.PretrainedConfig) -> dict[str, int]:
-    """Return how many rows each module of a file has."""
-    rows: dict[str, int] = {}
-    for part in families.known()[config.model_type].parts(config):
-        rows[part.name.gguf] = rows.get(part.name.gguf, 0) + part.size
-    return rows
-
-
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape as llama.cpp compares it: converters have squeezed matrices of one row."""
     return shape[1:] if shape[:1] == (1,) else shape
-
-
-def _block(name: str) -> int | None:
-    """Return the number of the block that a file's tensor is of."""
-    block = re.match(r"blk\.(\d{1,9})\.", name)
-    return None if block is None else int(block[1])
 
 
 def tensor_names(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specengine.errors import CheckpointError, InputError, require_input, require_intact
+from specengine.errors import CheckpointError, require_input, require_intact, restating
 
 _NUMBERS = {
     0: "u1",
@@ -178,9 +178,8 @@ def read(path: Path, accept: Callable[[Path, Mapping[str, Any]], object] | None 
 
 def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return the numbers of the blocks `data` (uint8, any shape), as float32 of `shape`."""
-    block = KINDS.get(kind)
-    if block is None:
-        raise InputError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    require_input(f"kind must be one of {', '.join(KINDS)}, not {kind!r}", kind in KINDS)
+    block = KINDS[kind]
     elements, row = math.prod(shape), shape[-1] if shape else 1
     require_input(
         f"{data.dtype} {data.shape} does not hold {list(shape)} numbers in {kind}",
@@ -191,24 +190,17 @@ def dequantize(kind: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     data = np.ascontiguousarray(data).reshape(-1)
     if kind == "i64":
         return data.view("<i8").astype(np.float32).reshape(shape)
-    if kind in _LEVELS:
-        return _unpacked_levels(data.reshape(-1, block.bytes), _LEVELS[kind]).reshape(shape)
+    if kind in _LEVELS:  # in units of a half, codes from the lowest bits of each byte on
+        blocks, levels = data.reshape(-1, block.bytes), _LEVELS[kind]
+        places = np.arange(0, 8, len(levels) // 2, dtype=np.uint8)
+        codes = blocks[:, 2:, None] >> places & (len(levels) - 1)
+        numbers = levels[codes.reshape(len(blocks), -1)]
+        numbers *= blocks[:, :2].copy().view("<f2")
+        return numbers.reshape(shape)
     from gguf import GGMLQuantizationType, quants
 
     rows = data.reshape(-1, row // block.elements * block.bytes)
     return quants.dequantize(rows, GGMLQuantizationType(block.number)).reshape(shape)
-
-
-def _unpacked_levels(blocks: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return the numbers of blocks of a half and of codes from the lowest bits of each byte on.
-
-    levels: by code, in units of the half
-    """
-    places = np.arange(0, 8, len(levels) // 2, dtype=np.uint8)
-    codes = blocks[:, 2:, None] >> places & (len(levels) - 1)
-    numbers = levels[codes.reshape(len(blocks), -1)]
-    numbers *= blocks[:, :2].copy().view("<f2")
-    return numbers
 
 
 # ---- reading
@@ -219,11 +211,11 @@ class _Source:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with restating(
+            OSError, lambda error: CheckpointError(f"{path} cannot be opened: {error.strerror}")
+        ):
             require_intact(f"{path} is not a file", path.is_file())
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self.close = weakref.finalize(self, os.close, self.descriptor)
         self._state = self._present_state()
         self.size = self._state[0]
@@ -290,10 +282,10 @@ class _Cursor:
                 there = self._load(position)
             texts.append(data[start:position])
         self.position = position
-        try:
+        with restating(
+            UnicodeDecodeError, lambda error: self.error(f"is not UTF-8 ({error.reason})")
+        ):
             return [piece.decode() for piece in texts]
-        except UnicodeDecodeError as error:
-            raise self.error(f"is not UTF-8 ({error.reason})") from error
 
     def require_room(self, count: int, size: int) -> None:
         """Refuse a count of entries of `size` bytes or more each that the rest of the file cannot hold."""
@@ -318,7 +310,17 @@ def _opened(path: Path, sources: list[_Source]) -> tuple[_Cursor, dict[str, Any]
     """Open a file, which joins `sources`. Returns where its tensors are listed, its metadata, and their count."""
     sources.append(_Source(path))
     cursor = _Cursor(sources[-1])
-    tensor_count, entry_count = _read_header(cursor)
+    magic = bytes(cursor.take(4))
+    require_intact(f"{path} is not a GGUF file: it begins with {magic!r}", magic == b"GGUF")
+    version = cursor.number("I")
+    require_intact(
+        f"{path} is big endian: only little-endian GGUF files are read",
+        version == 0 or version & 0xFFFF != 0,
+    )
+    require_intact(f"{path} has GGUF version {version}: only 2 and 3 are read", version in (2, 3))
+    tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
+    cursor.require_room(tensor_count, _MIN_TENSOR_BYTES)
+    cursor.require_room(entry_count, _MIN_ENTRY_BYTES)
     metadata: dict[str, Any] = {}
     for number in range(entry_count):
         cursor.place = f"the key of metadata entry {number}"
@@ -344,31 +346,37 @@ def _read_tensors(
     cursor: _Cursor, metadata: dict[str, Any], count: int, file_number: int
 ) -> dict[str, GGUFTensor]:
     infos: dict[str, GGUFTensor] = {}  # their offsets counted from the start of the data
-    for number in range(count):
-        cursor.place = f"the name of tensor {number}"
+    for place in range(count):
+        cursor.place = f"the name of tensor {place}"
         name = cursor.string()
         cursor.place = f"tensor {name[:80]!r}"
         cursor.require(name not in infos, "is there twice")
-        infos[name] = _read_tensor_info(cursor, name)
-    placed = _placed(cursor, infos, _alignment(cursor.source.path, metadata))
-    return {name: replace(tensor, part=file_number) for name, tensor in placed.items()}
-
-
-def _read_header(cursor: _Cursor) -> tuple[int, int]:
-    """Return the counts of tensors and of metadata entries."""
-    magic = bytes(cursor.take(4))
-    path = cursor.source.path
-    require_intact(f"{path} is not a GGUF file: it begins with {magic!r}", magic == b"GGUF")
-    version = cursor.number("I")
+        dimensions = cursor.number("I")
+        cursor.require(
+            1 <= dimensions <= 4, f"has {dimensions} dimensions, and 1 to 4 are accepted"
+        )
+        shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+        number, offset = cursor.number("I"), cursor.number("Q")
+        kind = next((kind for kind in KINDS if KINDS[kind].number == number), "")
+        cursor.require(
+            bool(kind),
+            f"is of ggml's type {number}; accepted: {', '.join(KINDS).upper()}; take a file of those, "
+            "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize",
+        )
+        cursor.require(0 not in shape, f"is empty: {list(shape)}")
+        block = KINDS[kind]
+        cursor.require(
+            shape[-1] % block.elements == 0,
+            f"has rows of {shape[-1]}, not a multiple of the {block.elements} in a block",
+        )
+        size = math.prod(shape) // block.elements * block.bytes
+        infos[name] = GGUFTensor(name, shape, kind, offset, size, file_number)
+    alignment = metadata.get("general.alignment", 32)
     require_intact(
-        f"{path} is big endian: only little-endian GGUF files are read",
-        version == 0 or version & 0xFFFF != 0,
+        f"{cursor.source.path}: general.alignment must be a power of two, not {str(alignment)[:80]}",
+        type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0,
     )
-    require_intact(f"{path} has GGUF version {version}: only 2 and 3 are read", version in (2, 3))
-    tensor_count, entry_count = cursor.number("Q"), cursor.number("Q")
-    cursor.require_room(tensor_count, _MIN_TENSOR_BYTES)
-    cursor.require_room(entry_count, _MIN_ENTRY_BYTES)
-    return tensor_count, entry_count
+    return _placed(cursor, infos, alignment)
 
 
 def _read_array(cursor: _Cursor, code: int, count: int) -> list[Any]:
@@ -417,35 +425,6 @@ def _parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
         not missing,
     )
     return paths
-
-
-def _alignment(path: Path, metadata: Mapping[str, Any]) -> int:
-    value = metadata.get("general.alignment", 32)
-    require_intact(
-        f"{path}: general.alignment must be a power of two, not {str(value)[:80]}",
-        type(value) is int and value > 0 and value & (value - 1) == 0,
-    )
-    return value
-
-
-def _read_tensor_info(cursor: _Cursor, name: str) -> GGUFTensor:
-    dimensions = cursor.number("I")
-    cursor.require(1 <= dimensions <= 4, f"has {dimensions} dimensions, and 1 to 4 are accepted")
-    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
-    number, offset = cursor.number("I"), cursor.number("Q")
-    kind = next((kind for kind in KINDS if KINDS[kind].number == number), None)
-    if kind is None:
-        raise cursor.error(
-            f"is of ggml's type {number}; accepted: {', '.join(KINDS).upper()}; take a file of those, "
-            "as Q4_K_M and Q8_0 mostly are, or make one with llama-quantize"
-        )
-    cursor.require(0 not in shape, f"is empty: {list(shape)}")
-    block = KINDS[kind]
-    cursor.require(
-        shape[-1] % block.elements == 0,
-        f"has rows of {shape[-1]}, not a multiple of the {block.elements} in a block",
-    )
-    return GGUFTensor(name, shape, kind, offset, math.prod(shape) // block.elements * block.bytes)
 
 
 def _placed(cursor: _Cursor, infos: dict[str, GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:

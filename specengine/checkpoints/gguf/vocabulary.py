@@ -7,8 +7,6 @@ vocabulary is none, as there. Two things differ. A byte-level file that names no
 that the file types as plain text, or as the user's, is what the file says, whatever it looks like.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass
@@ -22,9 +20,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from specengine.checkpoints.gguf.file import GGUFFile
 from specengine.errors import (
     CheckpointError,
-    UnsupportedModelError,
     require_intact,
     require_supported,
+    restating,
 )
 
 
@@ -37,6 +35,20 @@ class TokenKind(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rules that split text into words.
+
+    expressions    each cuts the words that the one before left, the whole text first
+    ignore_merges  a word that is a token is taken whole, whatever the merges say
+    add_bos        a prompt begins with the first token where the file does not say
+    """
+
+    expressions: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
 
 
 # where the file names none
@@ -172,19 +184,11 @@ class Tokens:
     @cached_property
     def _named_ends(self) -> set[int]:
         stated = {special_id(self.file, key, self.vocabulary) for key in _END_KEYS}
-        return (
-            self._of(*_END_TEXTS)
-            | self._file_marks
-            | {number for number in stated if number is not None}
-        )
-
-    @cached_property
-    def _file_marks(self) -> set[int]:
-        marks = set()
+        ends = self._of(*_END_TEXTS) | {number for number in stated if number is not None}
         for key, texts in _FILE_MARKS.items():
             number = special_id(self.file, key, self.vocabulary)
-            marks |= next(filter(None, map(self._of, texts)), set()) if number is None else {number}
-        return marks
+            ends |= next(filter(None, map(self._of, texts)), set()) if number is None else {number}
+        return ends
 
     @cached_property
     def _parts(self) -> set[int]:
@@ -259,20 +263,35 @@ def tokenizer(file: GGUFFile) -> transformers.PreTrainedTokenizerFast:
             file,
             f"has {', '.join(key[:80] for key in others[:6])}, which is not read: its tokens may be others",
         )
-    try:
+    # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
+    with restating(
+        Exception,
+        lambda error: CheckpointError(
+            f"{file.path}: no tokenizer can be built from its vocabulary: {error}"
+        ),
+    ):
         backend = (
             _sentencepiece(file, tokens, special["unk_token"])
             if splits is None
             else _byte_level(file, tokens, splits)
         )
-        _add_special(backend, tokens, ids.values())
+        controls = {number for number in ids.values() if number is not None} | {
+            number
+            for number, kind in enumerate(tokens.kinds)
+            if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
+        }
+        users = [  # whole words in any text
+            number
+            for number, kind in enumerate(tokens.kinds)
+            if kind is TokenKind.USER_DEFINED and number not in controls
+        ]
+        backend.add_special_tokens(
+            [AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(controls)]
+        )
+        backend.add_tokens(
+            [AddedToken(tokens.texts[i], normalized=False, special=False) for i in users]
+        )
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **options, **special)
-    except (
-        Exception
-    ) as error:  # whatever transformers and tokenizers meet in a vocabulary that contradicts itself
-        raise CheckpointError(
-            f"{file.path}: no tokenizer can be built from its vocabulary: {error}"
-        ) from error
 
 
 def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
@@ -290,10 +309,13 @@ def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile, tokens: Tokens, unknown: str | None) -> Tokenizer:
-    merges = _merges(file, tokens)
     backend = Tokenizer(
         models.BPE(
-            vocab=tokens.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+            vocab=tokens.ids,
+            merges=_merges(file, tokens),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
         )
     )
     escaped = normalizers.Replace(" ", _SPACE)
@@ -329,27 +351,6 @@ def _merges(file: GGUFFile, tokens: Tokens) -> list[tuple[str, str]]:
     ]
     pairs.sort(key=lambda merge: (-merge[0], -len(merge[1])))
     return [(left, right) for _, left, right in pairs]
-
-
-def _add_special(backend: Tokenizer, tokens: Tokens, named: Any) -> None:
-    """Add control tokens as special tokens, and the user's tokens as whole words in any text."""
-    ids = {number for number in named if number is not None}
-    ids |= {
-        number
-        for number, kind in enumerate(tokens.kinds)
-        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN)
-    }
-    users = [
-        number
-        for number, kind in enumerate(tokens.kinds)
-        if kind is TokenKind.USER_DEFINED and number not in ids
-    ]
-    backend.add_special_tokens(
-        [AddedToken(tokens.texts[i], normalized=False, special=True) for i in sorted(ids)]
-    )
-    backend.add_tokens(
-        [AddedToken(tokens.texts[i], normalized=False, special=False) for i in users]
-    )
 
 
 def _options(file: GGUFFile, ids: dict[str, int | None], splits: Splits | None) -> dict[str, Any]:
@@ -435,12 +436,12 @@ def _tokens(file: GGUFFile) -> Tokens:
 def _require_vocabulary(file: GGUFFile) -> None:
     """Refuse a vocabulary of another sort, and lists of the wrong type or length."""
     model = file.metadata.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama", "gemma4"):
-        shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
-        raise UnsupportedModelError(
-            f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM), gemma4; pass tokenizer=, "
-            "or prompts as token ids"
-        )
+    shown = "no tokenizer" if model is None else f"a tokenizer of kind {str(model)[:80]!r}"
+    require_supported(
+        f"{file.path} has {shown}; accepted: gpt2 (byte-level BPE), llama (SPM), gemma4; pass tokenizer=, "
+        "or prompts as token ids",
+        model in ("gpt2", "llama", "gemma4"),
+    )
     tokens = _listed(file, "tokens", str)
     for name, kind in {"token_type": int, "scores": float}.items():
         require_intact(
@@ -503,20 +504,6 @@ _YOUTU = (
     r"|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}\x{3001}-\x{303F}"
     rf"\x{{FE30}}-\x{{FE4F}}]+|[\x{{3105}}-\x{{312F}}]+|[{_HAN}{_KANA}]+"
 )
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Rules that split text into words.
-
-    expressions    each cuts the words that the one before left, the whole text first
-    ignore_merges  a word that is a token is taken whole, whatever the merges say
-    add_bos        a prompt begins with the first token where the file does not say
-    """
-
-    expressions: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
 
 
 DEFAULT = Splits((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))

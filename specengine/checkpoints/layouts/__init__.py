@@ -11,6 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from transformers.activations import ACT2FN
@@ -41,17 +42,7 @@ UNREAD = {  # heads that draft blocks and are not read, by words of their config
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
 NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
-# Numbers of rotary sets besides rope_theta: range, and by type the required and the optional ones.
-_ROPE_RANGES = {
-    "factor": (1.0, 1e6),
-    "low_freq_factor": (1e-3, 1e6),
-    "high_freq_factor": (1e-3, 1e6),
-    "attention_factor": (1e-3, 1e3),
-    "beta_fast": (1e-3, 1e6),
-    "beta_slow": (1e-3, 1e6),
-    "mscale": (0.0, 1e3),
-    "mscale_all_dim": (0.0, 1e3),
-}
+# Numbers of rotary sets besides rope_theta, by type: the required and the optional ones.
 _ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -274,14 +265,16 @@ class Layout(ABC):
                 for one in (fields, stated)
             ),
         )
-        theta = {"least": 1.0, "most": 1e15}
         holder = stated if "rope_theta" in stated else fields
         if "rope_theta" not in holder:
             self.notes.append(
                 f"no rope_theta: {DEFAULT_THETA}, with which the EAGLE repository trains"
             )
-        rope = {"rope_type": kind, **_rope_numbers(stated, kind)}
-        return rope | {"rope_theta": holder.number("rope_theta", DEFAULT_THETA, **theta)}
+        return {
+            "rope_type": kind,
+            **_rope_numbers(stated, kind),
+            "rope_theta": holder.number("rope_theta", DEFAULT_THETA, least=1.0, most=1e15),
+        }
 
     # ---- what written configs of all layouts share
 
@@ -398,14 +391,14 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
 # ---- reading fields
 
 
+@dataclass(frozen=True)
 class HeadFields:
     """Read the fields of one JSON object. A missing field, or null, is the default; without one it is refused.
 
     Methods raise CheckpointError, which names the field and what it accepts.
     """
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
+    raw: Mapping[str, Any]
 
     def __contains__(self, name: str) -> bool:
         return self.raw.get(name) is not None
@@ -507,7 +500,7 @@ def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     missing = [name for name in required if name not in stated]
     require_intact(f"rope_parameters: type {kind} needs {', '.join(missing[:1])}", not missing)
     numbers = {
-        name: _rope_number(stated, name) for name in (*required, *optional) if name in stated
+        name: _ROPE_READERS[name](stated, name) for name in (*required, *optional) if name in stated
     }
     if kind == "llama3":
         require_field(
@@ -519,10 +512,15 @@ def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:
     return numbers
 
 
-def _rope_number(stated: HeadFields, name: str) -> int | bool | float:
-    if name == _ORIGINAL:
-        return stated.size(name, most=MAX_POSITIONS)
-    if name == "truncate":
-        return stated.flag(name)
-    least, most = _ROPE_RANGES[name]
-    return stated.number(name, least=least, most=most)
+_ROPE_READERS: dict[str, Callable[[HeadFields, str], Any]] = {
+    "factor": partial(HeadFields.number, least=1.0, most=1e6),
+    "low_freq_factor": partial(HeadFields.number, least=1e-3, most=1e6),
+    "high_freq_factor": partial(HeadFields.number, least=1e-3, most=1e6),
+    "attention_factor": partial(HeadFields.number, least=1e-3, most=1e3),
+    "beta_fast": partial(HeadFields.number, least=1e-3, most=1e6),
+    "beta_slow": partial(HeadFields.number, least=1e-3, most=1e6),
+    "mscale": partial(HeadFields.number, least=0.0, most=1e3),
+    "mscale_all_dim": partial(HeadFields.number, least=0.0, most=1e3),
+    "truncate": HeadFields.flag,
+    _ORIGINAL: partial(HeadFields.size, most=MAX_POSITIONS),
+}

@@ -1,8 +1,8 @@
 """The layout of DFlash, DeepSpec (DSpark) and SpecForge (DSpark, DFlash2), as vLLM and SGLang read it."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from specengine.checkpoints.layouts import (
     MAX_DEPTHS,
@@ -15,8 +15,6 @@ from specengine.checkpoints.layouts import (
 from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specengine.models.dflash import DflashConfig
 
 FULL = "full_attention"
@@ -157,7 +155,7 @@ class DflashLayout(Layout):
         return {name: tensor for name, tensor in state.items() if name not in unused}
 
     @classmethod
-    def written(cls, config: DflashConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:  # type: ignore[override]
+    def written(cls, config: "DflashConfig", dtype: str, verifier: Verifier) -> dict[str, Any]:  # type: ignore[override]
         windows = {window for window in config.windows if window}
         usual = config.causal == tuple(map(bool, config.windows))
         cls.refuse(

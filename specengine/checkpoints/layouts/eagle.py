@@ -1,7 +1,5 @@
 """The layout of the EAGLE repository: EAGLE-1, -2 and -3, HASS, and all who train by it. vLLM and SGLang read it."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, listed
@@ -50,8 +48,11 @@ class EagleLayout(Layout):
             "which count layers differently; pass layer_ids",
             self.chosen_layer_ids is not None or not inputs or not outputs or inputs == counted,
         )
-        fusion = self.read_fusion(inputs or counted, outputs or inputs)
-        return common | fusion | {"norm_logits": norm_logits}
+        return (
+            common
+            | self.read_fusion(inputs or counted, outputs or inputs)
+            | {"norm_logits": norm_logits}
+        )
 
     def read_norm_output(self) -> bool:
         """Read whether logits are read after the final norm, from a field that this layout does not have."""
@@ -64,15 +65,15 @@ class EagleLayout(Layout):
         return True
 
     @classmethod
-    def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    def written(cls, config: "EagleConfig", dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config.json as SpecForge writes it, which the EAGLE repository, SGLang and vLLM read."""
         cls.refuse(norm_recurrent=config.norm_recurrent, qk_norm=config.qk_norm)
         raw = cls.layer_config(config) | {
             "model_type": "llama",
             "num_hidden_layers": 1,
             "tie_word_embeddings": False,
+            "torch_dtype": dtype,
         }
-        raw["torch_dtype"] = dtype
         if config.target_hidden_size != config.hidden_size:
             raw["target_hidden_size"] = config.target_hidden_size
         if config.version == 1:
@@ -85,8 +86,9 @@ class EagleLayout(Layout):
         raw |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": config.draft_vocab_size,
+            "qkv_bias": config.qkv_bias,
+            **cls.fusion_config(config),
         }
-        raw |= {"qkv_bias": config.qkv_bias} | cls.fusion_config(config)
         if config.qkv_bias and config.o_bias:
             raw["attention_bias"] = True  # vLLM reads no other field of an EAGLE-3 head's biases
         if not config.norm_logits:
@@ -98,7 +100,7 @@ class EagleLayout(Layout):
         return raw
 
     @classmethod
-    def unread(cls, config: EagleConfig) -> list[str]:
+    def unread(cls, config: "EagleConfig") -> list[str]:
         """Return what readers ignore (see Layout), by the sources of vLLM 0.32 and SGLang 0.5.23."""
         if config.version == 1:
             return []

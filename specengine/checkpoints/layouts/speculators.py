@@ -1,7 +1,5 @@
 """The layout of speculators, which vLLM reads: the decoder layer's config is an object of its own."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, require_field
@@ -67,7 +65,7 @@ class Speculators(Layout):
         )
 
     @classmethod
-    def written(cls, config: EagleConfig, dtype: str, verifier: Verifier) -> dict[str, Any]:
+    def written(cls, config: "EagleConfig", dtype: str, verifier: Verifier) -> dict[str, Any]:
         """Return the config to write (see Layout). Its readers load shared tensors by the target's name."""
         require_field(
             "target",
@@ -89,23 +87,23 @@ class Speculators(Layout):
         layer = cls.layer_config(config) | {
             "attention_bias": config.qkv_bias,
             "num_hidden_layers": 1,
+            "model_type": "qwen3" if config.qk_norm else "llama",
         }
-        layer["model_type"] = "qwen3" if config.qk_norm else "llama"
         algorithm = next(name for name, version in VERSIONS.items() if version == config.version)
         raw: dict[str, Any] = {
             "speculators_model_type": algorithm,
             "transformer_layer_config": layer,
             "dtype": dtype,
-        }
-        raw["speculators_config"] = {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": verifier.tokens}
-            ],
-            "verifier": {
-                "architectures": list(verifier.architectures),
-                "name_or_path": verifier.name,
+            "speculators_config": {
+                "algorithm": algorithm,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": verifier.tokens}
+                ],
+                "verifier": {
+                    "architectures": list(verifier.architectures),
+                    "name_or_path": verifier.name,
+                },
             },
         }
         if config.version == 1:
@@ -128,7 +126,7 @@ class Speculators(Layout):
         }
 
     @classmethod
-    def unread(cls, config: EagleConfig) -> list[str]:
+    def unread(cls, config: "EagleConfig") -> list[str]:
         """Return what readers ignore (see Layout), by the sources of vLLM 0.32 and speculators 0.9."""
         if config.version == 1:
             return ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]

@@ -211,10 +211,8 @@ def _rehearsed(cycles: SyntheticCycles, driver: Driver, seconds: float) -> PassC
 def _points(driver: Driver, parts: dict[str, float]) -> tuple[Points, Points]:
     """Return the costs of a root alone and of the one size of trees, and of the one size of draft passes."""
     width = 1 if driver.policy is None else driver.policy.rows
-    trees = {driver.budget: parts["finish"]}
-    if parts["plain"]:
-        trees = {1: parts["plain"], 2: parts["finish"]} | trees
-    return trees, {width: parts["level"] or parts["root"]}
+    plain = {1: parts["plain"], 2: parts["finish"]} if parts["plain"] else {}
+    return plain | {driver.budget: parts["finish"]}, {width: parts["level"] or parts["root"]}
 
 
 def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, float]:

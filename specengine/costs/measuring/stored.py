@@ -1,7 +1,5 @@
 """Measured costs, stored in the cache folder by model, draft, device and versions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -166,11 +164,13 @@ def identity(
     driver: of the engine that runs them on a CUDA device, if it captures graphs; elsewhere it makes no difference.
     """
     lm: Any = getattr(target, "lm", None)
+    config = getattr(lm, "config", None)
+    sizes = {"vocabulary": target.vocab_size, "context": target.max_context}
     on_cuda = target.device.type == "cuda"
     return {
         "model": target.name or type(target).__name__,
         "parameters": getattr(lm, "parameters", None),
-        "config": _config(target, lm),
+        "config": digest(sizes | ({} if config is None else config.to_dict())),
         "draft": None if drafter is None else drafter.name,
         "draft parameters": None
         if drafter is None
@@ -219,12 +219,6 @@ def _driver_version() -> str:
 def digest(facts: dict[str, Any]) -> str:
     """Return 32 hexadecimal digits that identify JSON-ready facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _config(target: Target, lm: Any) -> str:
-    config = getattr(lm, "config", None)
-    sizes = {"vocabulary": target.vocab_size, "context": target.max_context}
-    return digest(sizes | ({} if config is None else config.to_dict()))
 
 
 def _head(drafter: Drafter | None) -> str | None:

@@ -1,7 +1,5 @@
 """Seconds of passes at present: measured costs, corrected as cycles are timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -121,7 +119,7 @@ class CostModel:
 
     # ---- what cycles took
 
-    def observe(self, cycle: Cycle, lost: float, passes: int, drafted: int) -> float:
+    def observe(self, cycle: "Cycle", lost: float, passes: int, drafted: int) -> float:
         """Correct prices by a cycle's rows and draft passes; return the seconds that it lost against other cycles.
 
         lost: those by this text's clock; that of several texts, which wait for one another, goes by forwards. passes,
@@ -147,7 +145,7 @@ class CostModel:
             draft.observe(self.predicted.passes, width, seconds.draft + seconds.policy, passes)
         return lost
 
-    def observe_graphs(self, seconds: Seconds, passes: int) -> None:
+    def observe_graphs(self, seconds: "Seconds", passes: int) -> None:
         """Correct the costs of graphs: any tree takes as long to verify as any other, and any pass as any other."""
         verify, draft = self.predicted.verify[-1 if passes else 1], self.predicted.draft[-1]
         self.corrections.verify.observe_all(verify, seconds.verify + seconds.walk, CORRECTION)

@@ -1,9 +1,8 @@
 """Experts that the nodes of a tree add to a forward of a mixture of experts: counted by their relation, predicted."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class _Count:
         self.new, self.independent, self.rows = new, independent, rows
 
     @classmethod
-    def sum(cls, counts: Iterable[_Count]) -> _Count:
+    def sum(cls, counts: Iterable[Self]) -> Self:
         parts = [(count.new, count.independent, count.rows) for count in counts]
         return cls(*(sum(column) for column in zip(*parts, strict=True)))
 

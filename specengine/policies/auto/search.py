@@ -1,7 +1,5 @@
 """What the search reads and writes on a device: counted chances, notes on nodes, prices and the rate of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -45,8 +43,9 @@ class DeviceSearch:
         ).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
         beside = torch.full_like(drafting, overhead)
-        relations = drafting.new_tensor(experts)
-        throughput = Throughput(*seconds, prices, recent, drafting, verified, beside, relations)
+        throughput = Throughput(
+            *seconds, prices, recent, drafting, verified, beside, drafting.new_tensor(experts)
+        )
         ops.update_throughput(throughput, self.none)
         self.bound = ops.bind_search(
             SearchState(_counts(device), _notes(capacity, device), throughput)
@@ -70,11 +69,12 @@ class DeviceSearch:
         throughput.overhead.fill_(overhead)
         if experts or throughput.experts.numel():
             throughput = throughput._replace(experts=throughput.experts.new_tensor(experts))
-            state = SearchState(self.bound.counts, self.bound.notes, throughput)
-            self.bound = ops.bind_search(state)
+            self.bound = ops.bind_search(
+                SearchState(self.bound.counts, self.bound.notes, throughput)
+            )
         ops.update_throughput(throughput, self.none)
 
-    def share(self, other: DeviceSearch) -> None:
+    def share(self, other: "DeviceSearch") -> None:
         """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
         shared = {name: getattr(other.bound.counts, name) for name in SHARED}
         counts = self.bound.counts._replace(**shared)

@@ -1,7 +1,5 @@
 """Rules that read what passes cost: a module of policies, none itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,7 +59,7 @@ class Priced(TreePolicy):
         self._context, self._cycles = tokens, 0
         self._reprice()
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         if outcome.cycle is None:  # within a capture, where the context of the beginning holds
             return
         self._context += len(outcome.cycle.tokens)

@@ -1,7 +1,5 @@
 """Gammatune: the EAGLE beam, as deep as recent answers were accepted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,7 +57,7 @@ class Gammatune(Beam):
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         return ops.number(tree.passes) >= ops.number(self._heights[tree.device])
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle = outcome.cycle
         assert cycle is not None  # it keeps no state on a device
         height = int(cycle.tree.depths.max())

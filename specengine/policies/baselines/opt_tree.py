@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from specengine import ops
 from specengine.ops import Nodes
@@ -74,7 +73,9 @@ class OptTree(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         value = self._value[tree.device]
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
-        passes, expected = ops.number(tree.passes), self._expected(tree)
+        passes = ops.number(tree.passes)
+        # summed path probabilities of the nodes that would be kept, the root excluded: float64 [1]
+        expected = ops.doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)
         gain = ops.number(expected) - ops.where(
             passes == 1 + self.lag, -math.inf, ops.number(value)
         )
@@ -88,7 +89,3 @@ class OptTree(TreePolicy):
         if self.lag:  # the newest layer is left out; of one layer none can be
             scores = scores.masked_fill((tree.depths >= tree.passes) & (tree.depths > 1), -math.inf)
         return ops.select_best(scores, tree.size, self.budget)
-
-    def _expected(self, tree: TokenTree) -> Tensor:
-        """Return the summed path probabilities of the nodes that would be kept, the root excluded: float64 [1]."""
-        return ops.doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)

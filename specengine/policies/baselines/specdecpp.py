@@ -55,7 +55,18 @@ class Specdecpp(Beam):
         )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        states = self._require(step.hidden).to(tree.device)
+        states: Any = step.hidden
+        require_input(
+            "policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give",
+            states is not None,
+        )
+        size = self._learned.facts["hidden_size"]
+        require_input(
+            f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
+            f"{states.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}",
+            states.shape[-1] == size,
+        )
+        states = states.to(tree.device)
         reach_probabilities = self._reached[tree.device]
         reach_probabilities[:1].fill_(1.0)  # the root is certain
         passes = ops.number(tree.passes)
@@ -71,17 +82,3 @@ class Specdecpp(Beam):
         reach_probabilities.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
         doubt = ops.doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
         return below & (passes > self.minimum) & (doubt > self.threshold)
-
-    def _require(self, states: Any) -> Any:
-        """Return the hidden states. Raises InputError if the draft gives none, or those of another width."""
-        size = self._learned.facts["hidden_size"]
-        require_input(
-            "policy specdecpp: it reads the draft's hidden states, which only EAGLE heads give",
-            states is not None,
-        )
-        require_input(
-            f"policy specdecpp.classifier: it was trained on hidden states of width {size}, this draft's have "
-            f"{states.shape[-1]}; train one for it with: {_classifier.training_command('specdecpp')}",
-            states.shape[-1] == size,
-        )
-        return states
