@@ -256,6 +256,22 @@ def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> 
             assert answer.token_ids == plain.generate(prompt, max_new_tokens=6, **options).token_ids
 
 
+@pytest.mark.parametrize("policy", ["ddtree", "caddtree", "auto"])
+@pytest.mark.parametrize("variant", ["gated", "DFlash2", "DFlash2, windows"])
+def test_answers_of_native_blocks_equal_plain_decoding_in_lanes(variant: str, policy: str) -> None:
+    target, config = NativeTarget(from_model(deep())), block_config(**VARIANTS[variant])
+    plain = Engine(HuggingFaceTarget(deep()), None, None)
+    draft = Knowing(NativeDflashHead(config, state_of(config), target.lm), target.lm)
+    prompts = [PROMPT, PROMPT[:3], [5]]
+    for options in ({}, {"temperature": 0.9, "seed": 3}):
+        expected = [plain.generate(one, max_new_tokens=16, **options).token_ids for one in prompts]
+        draft.answer = [*PROMPT, *expected[0]]
+        engine = Engine(target, draft, policy_for(policy))
+        answers = Pool(engine, 2).generate(prompts, max_new_tokens=16, **options)
+        assert [answer.token_ids for answer in answers] == expected
+        assert engine.generate(PROMPT, max_new_tokens=16, **options).token_ids == expected[0]
+
+
 # ---------------------------------------------------------------------------------------------------- on disk
 
 FLAT: dict[str, Any] = {name: value for name, value in RAW.items() if name != "dflash_config"} | {
