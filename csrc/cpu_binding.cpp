@@ -96,15 +96,16 @@ void require_finite(float value, bool holds, const char* name, const char* accep
 //   parallel        no numbers: networks read what attention reads
 //   gated last      no numbers: gates of Mamba-2 multiply what was normed
 //   added epsilon   of norms of what attention and networks give
+//   ahead           of each layer 1 where its rows see those after them, else 0: calls have no words then
 //   latent          the sizes of latent attention in the order of cpu::LatentSizes; heads are one of keys then
 using Traits = std::map<std::string, std::vector<double>>;
 
 void require_known(const Traits& traits) {
   for (const auto& [name, numbers] : traits) {
-    const bool counted = name == "query factors" || name == "latent" || name == "added epsilon";
+    const bool counted = name == "query factors" || name == "latent" || name == "added epsilon" || name == "ahead";
     if (!counted && name != "layer norms" && name != "parallel" && name != "gated last")
       throw std::invalid_argument("traits: got " + name +
-                                  ", accepted query factors, layer norms, parallel, gated last, added epsilon, latent");
+                                  ", accepted query factors, layer norms, parallel, gated last, added epsilon, ahead, latent");
     if (!counted) require(numbers.empty(), "numbers of a trait", static_cast<int64_t>(numbers.size()), "none");
     for (const double number : numbers) require_finite(static_cast<float>(number), true, "traits", "finite numbers");
   }
@@ -212,6 +213,17 @@ void add_keeps(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& given, 
     require(reads >= -1 - static_cast<int64_t>(given.size()) && reads < static_cast<int64_t>(i), "keys of layer", reads,
             "-1, a layer before, or -2 less the number of a slab");
     places[i].keys = keys, places[i].size = size, places[i].reads = reads;
+  }
+}
+
+void add_ahead(const Traits& traits, std::vector<cpu::Place>& places) {
+  const auto found = traits.find("ahead");
+  if (found == traits.end()) return;
+  require(found->second.size() == places.size(), "ahead", static_cast<int64_t>(found->second.size()), "one of each layer");
+  for (size_t i = 0; i < places.size(); ++i) {
+    const int64_t ahead = count_of(found->second, i, "ahead", 0);
+    require(ahead <= 1, "ahead", ahead, "0 or 1");
+    places[i].ahead = ahead == 1;
   }
 }
 
@@ -368,6 +380,8 @@ LaneOf take_lane(const Model& model, handle positions, int64_t prefix, int64_t s
     if (!seen.is_none()) border::refuse("words", border::described(seen), "None, as rows see the prefix alone");
     lane.rows.see_prefix();
   }
+  if (model.decoder.looks_ahead() && !seen.is_none())
+    border::refuse("words", border::described(seen), "None, as layers say what rows see");
   const int64_t slots = model.decoder.passed() ? prefix : start + lane.rows.count;
   const bool many = py::isinstance<py::tuple>(slab);
   const auto count = static_cast<int64_t>(many ? py::len(slab) : 1);
@@ -511,6 +525,20 @@ void run_from(Model& model, const py::tuple& positions, const std::vector<int64_
   model.decoder.forward(call, team);
 }
 
+// Fills a slab from slot `start` on with keys and values of features, float32 [rows][inputs of the fusion].
+void remember(Model& model, handle positions, int64_t start, handle features, handle slab, int64_t threads) {
+  const cpu::Shape& shape = model.decoder.shape();
+  const int64_t width = model.decoder.fused_inputs();
+  require(width > 0, "fusion", width, "a decoder with model.fc");
+  cpu::Decoder::Call call{};
+  const int64_t rows = add_lanes(call, {take_lane(model, positions, start, start, py::none(), slab, shape.layers)});
+  const auto read = take<float>(features, "features", {rows, width});
+  const int team = threads_of(threads);
+  py::gil_scoped_release release;
+  const std::lock_guard<std::mutex> turn(model.turn);
+  model.decoder.remember(call, read.at(), team);
+}
+
 // One lane of a head's forward, and what its hidden states are.
 struct HeadLane {
   LaneOf lane;
@@ -606,7 +634,7 @@ void raise_checkpoint_errors() {
 PYBIND11_MODULE(_cpu, module) {
   border::start();
   raise_checkpoint_errors();
-  module.attr("INTERFACE") = 22;  // specengine/models/extension.py asks for it: an extension may be left from other sources
+  module.attr("INTERFACE") = 23;  // specengine/models/extension.py asks for it: an extension may be left from other sources
   // those of such numerics, the fastest first
   module.def("instruction_sets", [](const std::string& numerics) {
     std::vector<std::string> names;
@@ -699,6 +727,7 @@ PYBIND11_MODULE(_cpu, module) {
         }
         std::vector<cpu::Place> of = places_of(places, shape.layers, static_cast<int64_t>(ropes.size()));
         add_keeps(keeps, shape.heads, of);
+        add_ahead(traits, of);
         for (const cpu::Place& place : of)
           require(!shape.latent.rank || !place.keys || (place.keys == 1 && place.size == shape.heads.size &&
                                                              place.reads == cpu::Place::kOwn),
@@ -712,6 +741,7 @@ PYBIND11_MODULE(_cpu, module) {
       .def("forward", run)
       .def("forward_from", run_from)
       .def("forward_lanes", run_lanes)
+      .def("remember", remember)
       .def("memory", memory_of)
       .def("read",
            [](Model& model, handle states, handle logits, int64_t threads) {

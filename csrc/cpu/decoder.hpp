@@ -192,6 +192,21 @@ class Weights {
     return one;
   }
 
+  // Return the convolution of a block's rows; without panels if there is none.
+  BlockConvolution convolution(const std::string& prefix, int64_t hidden) const {
+    BlockConvolution found;
+    const std::string projection = prefix + "kernel_projection", base = prefix + "base_kernel";
+    if (!has(projection)) return found;
+    found.projection = matrix(projection, 0, hidden);
+    found.taps = std::max<int64_t>(count(base) / (2 * hidden), 1);
+    found.base = needed(base, 2 * found.taps * hidden);
+    const int64_t groups = found.projection.outputs / (2 * found.taps);
+    if (!groups || hidden % groups) throw std::invalid_argument(base + ": channels that groups do not divide");
+    require_size(projection, found.projection, 2 * found.taps * groups, hidden);
+    found.size = hidden / groups;
+    return found;
+  }
+
   // Either of the matrices that read the rows may be missing.
   Network network(const std::string& prefix, int64_t hidden) const {
     Network found;
@@ -350,6 +365,7 @@ struct Place {
   // The layer before whose keys and values it reads, or its own. Or kPassed - i: it reads the one layer of the i-th slab of
   // a lane, which holds another model's and is not written.
   int64_t reads = kOwn;
+  bool ahead = false;  // rows see those after them, of their lane
 };
 
 // Inputs of single layers: of each token as many numbers for each layer, made of an embedding and of the first states.
@@ -372,6 +388,10 @@ class Decoder {
         embedding_norm_(weights.vector("model.embed_norm.weight", shape.hidden)) {
     weights.needed("model.norm.weight", shape.hidden);
     add_own_inputs(weights);
+    if (weights.has("model.fc")) {
+      fusion_ = weights.matrix("model.fc", shape.hidden);
+      fusion_norm_ = weights.norm("model.hidden_norm", shape.hidden);
+    }
     for (int64_t i = 0; i < shape.layers; ++i) {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       const Place& place = places[static_cast<size_t>(i)];
@@ -382,10 +402,13 @@ class Decoder {
       if (mixer) ++shape_.recurrence.layers;
       layers_.back().input_norm.centred = layers_.back().post_norm.centred = shape.centred;
       layers_.back().parallel = shape.parallel;
+      add_convolutions(weights, prefix, mixer);
       add_place(place, layers_.back().attends());
       add_own_parts(weights, prefix);
       require_routing(layers_.back().experts, shape.form.routing);
       gated_.try_emplace(layers_.back().network.wide().panels);
+      if (fusion_.panels && !(layers_.back().k.panels && layers_.back().v.panels && !layers_.back().whole_norms))
+        throw std::invalid_argument("model.fc: accepted where all layers have keys and values of their own, normed by head");
     }
     if (kinds_.empty()) kinds_.push_back({shape.heads, 0});
     for (const Kind& kind : kinds_)
@@ -440,6 +463,33 @@ class Decoder {
     require_same();
   }
 
+  // Fills the slabs of lanes with keys and values of features, [rows][inputs of the fusion], that are fused and normed, and
+  // that all layers read as they are. The other results of the call are left out.
+  void remember(const Call& call, const float* features, int threads) {
+    const int64_t width = fusion_.inputs;
+    space_.prepare(call.lanes, shape_.hidden, heads(), ropes_, threads);
+    const Input wide = space_.input(space_.second, width), in = space_.input(space_.first, shape_.hidden);
+    float* tiled = normed_.reserve(static_cast<size_t>(space_.tiles * width * kRows));
+    rows_to_tiles(features, width, space_.rows, tiled);
+    const auto run_all = [&](const Team& team) {
+      copy_tiles(team, space_, tiled, width, wide);
+      products_of(team, space_, {&fusion_}, wide, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+        const int64_t live = std::min<int64_t>(kOutputs, fusion_.outputs - panel * kOutputs) * kRows;
+        for (int64_t t = 0; t < space_.tiles; ++t)
+          std::copy_n(sums + t * kOutputs * kRows, live, space_.x + (t * shape_.hidden + panel * kOutputs) * kRows);
+      });
+      norm_tiles(team, space_, space_.x, fusion_norm_, shape_.hidden, shape_.form.eps, in);
+      std::vector<Cache> caches(call.lanes.size());
+      for (int64_t i = 0; i < shape_.layers; ++i) {
+        const Layer& layer = layers_[static_cast<size_t>(i)];
+        for (size_t lane = 0; lane < caches.size(); ++lane) caches[lane] = cache_of(call, lane, i);
+        LayerRun(team, space_, layer.heads, call.lanes, shape_.form).keep_rows(layer, caches.data(), in);
+      }
+    };
+    Pool::shared().run(threads, run_all, space_.around());
+  }
+  int64_t fused_inputs() const { return fusion_.inputs; }  // of `remember`; 0: there is none
+
   // Logits [rows][vocabulary] of states [rows][hidden] behind the final norm.
   void read(const float* states, int64_t rows, float* logits, int threads) {
     begin_rows(states, rows, threads);
@@ -481,6 +531,10 @@ class Decoder {
     const int64_t own = passed_ ? 1 : attending(layers, kind);
     return shape_.latent.rank ? (own + 1) / 2 : own;
   }
+  // Return whether rows of a layer see those after them: words do not say what they see.
+  bool looks_ahead() const {
+    return std::any_of(layers_.begin(), layers_.end(), [](const Layer& layer) { return layer.ahead; });
+  }
   // Return whether all slabs are another model's: rows see their prefix alone.
   bool passed() const { return passed_; }
   const Kernels& kernels() const { return space_.kernels; }
@@ -499,8 +553,19 @@ class Decoder {
 
   static std::vector<View> views_of(const Shape& shape, const std::vector<Place>& places) {
     std::vector<View> found;
-    for (const Place& place : places) found.push_back({place.window, heads_of(shape, place).groups()});
+    for (const Place& place : places) found.push_back({place.window, heads_of(shape, place).groups(), place.ahead});
     return found;
+  }
+
+  // Reads the convolutions around the last layer's attention and network.
+  void add_convolutions(const Weights& weights, const std::string& prefix, bool mixes) {
+    Layer& layer = layers_.back();
+    layer.attention_convolution = weights.convolution(prefix + "attention_conv.", shape_.hidden);
+    layer.network_convolution = weights.convolution(prefix + "mlp_conv.", shape_.hidden);
+    const bool plain = !mixes && layer.q.panels && layer.network.down.panels && !layer.experts.any() && !layer.parallel;
+    if ((layer.attention_convolution.any() || layer.network_convolution.any()) &&
+        !(plain && !layer.attention_norm && !layer.network_norm))
+      throw std::invalid_argument(prefix + "attention_conv, mlp_conv: accepted in layers of attention and a network alone");
   }
 
   // Says where the last layer stands, and whose keys and values it reads.
@@ -508,6 +573,7 @@ class Decoder {
     Layer& layer = layers_.back();
     layer.rope = place.rope;
     layer.window = place.window;
+    layer.ahead = place.ahead;
     if (!attends) return kept_.push_back({0, 0, false, false});
     const int64_t size = layer.heads.size;
     if (layer.rope != Layer::kNone && 2 * ropes_[static_cast<size_t>(layer.rope)].half() > size)
@@ -531,6 +597,7 @@ class Decoder {
   // Says that the last layer reads a slab that is passed.
   void add_passed(size_t slab) {
     const Heads& heads = layers_.back().heads;
+    if (layers_.back().ahead) throw std::invalid_argument("ahead: got a layer that reads another model's keys");
     passed_ = true;
     if (slab >= kinds_.size()) kinds_.resize(slab + 1, {{0, 0, 0}, 0});
     Kind& kind = kinds_[slab];
@@ -618,7 +685,7 @@ class Decoder {
         const Mixer* mixer = mixers_[static_cast<size_t>(i)].get();
         LayerRun run(team, space_, layer.heads, call.lanes, shape_.form);
         const Input& network = gated[layer.network.wide().panels];
-        if (mixer || layer.attends()) norm_tiles(team, space_, space_.x, layer.input_norm, hidden, shape_.form.eps, in);
+        if (mixer || layer.attends()) run.norm_rows(layer.input_norm, layer.attention_convolution, in);
         if (mixer) {
           mixer->run(team, space_, lineages_, mixing++, in, scratch_, mixed);
           run.add_rows(layer, mixer->out(), mixed);
@@ -782,6 +849,8 @@ class Decoder {
   std::vector<Kind> kinds_;
   bool passed_ = false;  // whether all slabs are another model's
   OwnInputs own_;
+  Matrix fusion_;     // [hidden][features], of `remember`, or without panels
+  Norm fusion_norm_;  // of what it gives
   std::map<int64_t, Buffer<uint32_t>> attended_, gated_;  // by channels, and by panels of gates
   Buffer<uint32_t> own_gated_;
   Buffer<float> own_inputs_;

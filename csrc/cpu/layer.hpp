@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/angles.hpp"
+#include "cpu/block_convolution.hpp"
 #include "cpu/experts.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/memory.hpp"
@@ -80,9 +81,11 @@ struct Layer {
   Matrix own_gate, own_out;         // of the layer's own inputs, or without panels
   const float* own_norm = nullptr;  // [hidden]: of what these add
   float scale = 1.0f;               // of all that the layer gives
+  BlockConvolution attention_convolution, network_convolution;  // around these
   bool whole_norms = false;
+  bool ahead = false;  // rows see those after them, of their lane
   int rope = 0;        // of the network's tables; none: positions do not count
-  int64_t window = 0;  // of attention: places that a row sees, its own included; 0: all
+  int64_t window = 0;  // of attention: places that a row sees, its own included, and those ahead beside; 0: all
 
   static constexpr int kNone = -1;
 
@@ -226,7 +229,10 @@ struct Part {
 struct View {
   int64_t window = 0;   // 0: all
   int64_t per_row = 1;  // query heads of a key-value head
-  bool operator==(const View& other) const { return window == other.window && per_row == other.per_row; }
+  bool ahead = false;   // rows see those after them
+  bool operator==(const View& other) const {
+    return window == other.window && per_row == other.per_row && ahead == other.ahead;
+  }
 };
 
 // Who sees what in the layers of one view.
@@ -302,6 +308,7 @@ class Workspace {
 
   Buffer<uint32_t> first, second, third, rated;
   Buffer<float> beside;  // [tiles][hidden][16], of a network with experts beside it
+  Buffer<float> plain, kernels_of_rows;  // [tiles][hidden][16], [tiles][outputs][16]: what a convolution reads
   ExpertSpace experts;
 
  private:
@@ -358,14 +365,15 @@ class Workspace {
     std::vector<Step>& steps = sight.steps;
     Group one{tile, first, count, 0, 0, 0, static_cast<int64_t>(steps.size()), 0, {}, 0};
     const int64_t first_row = tile * kRows + first / per_row, last_row = tile * kRows + (first + count - 1) / per_row;
-    const int64_t end = given.slot_of(last_row) + 1;
+    const bool ahead = sight.view.ahead;
+    const int64_t end = ahead ? given.start + given.count : given.slot_of(last_row) + 1;
     int64_t places[kRows] = {}, begins[kRows] = {};  // by row: of the next slot that it sees, and of the first in its window
     bool common = true;  // all lanes have seen all slots so far
-    one.prefix = given.seen ? given.prefix : given.slot_of(first_row) + 1;
+    one.prefix = ahead ? end : given.seen ? given.prefix : given.slot_of(first_row) + 1;
     std::fill(places, places + kRows, one.prefix);
     if (sight.view.window)
       for (int64_t row = first_row; row <= last_row; ++row) {
-        int64_t path = one.prefix;
+        int64_t path = ahead ? given.slot_of(row) + 1 : one.prefix;
         for (int64_t slot = one.prefix; slot < end; ++slot) path += given.sees(row, slot);
         begins[row - first_row] = std::max<int64_t>(path - sight.view.window, 0);
       }
@@ -538,40 +546,52 @@ class LayerRun {
 
   // Attention's heads, side by side.
   void attend_rows(const Layer& layer, const Cache* caches, const Input& in, const Input& attended) {
-    const int64_t tiles = space_.tiles, channels = heads_.channels();
-    const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
-    std::vector<const Matrix*> parts{&layer.q};
-    for (const Matrix* part : {&layer.k, &layer.v})
-      if (part->panels) parts.push_back(part);
-    const auto keep = [&](size_t part, int64_t panel, const float* sums, const Pieces&) {
-      const int64_t live = std::min<int64_t>(kOutputs, parts[part]->outputs - panel * kOutputs);
-      const size_t copies = part == 1 && !layer.v.panels ? 2 : 1;
-      for (int64_t t = 0; t < tiles; ++t)
-        for (size_t to = part; to < part + copies; ++to)
-          std::memcpy(space_.qkv + (t * channels + offsets[to] + panel * kOutputs) * kRows, sums + t * kOutputs * kRows,
-                      static_cast<size_t>(live * kRows) * sizeof(float));
-    };
-    products_of(team_, space_, parts, in, keep);
+    project(layer, in, 0);
     if (layer.whole_norms) norm_heads(layer);
-    place(layer, caches);
+    place(layer, caches, 0);
     if (layer.head_gate.panels) keep_gates(layer.head_gate, in);
     attend(layer, caches, attended);
     if (layer.head_gate.panels) gate_heads(gate_panels(), attended);
   }
 
+  // Writes keys and values into the caches, whose norms are of single heads.
+  void keep_rows(const Layer& layer, const Cache* caches, const Input& in) {
+    project(layer, in, 1);
+    place(layer, caches, heads_.queries);
+  }
+
   // Adds attention, or what a mixer gives; out: the product behind it.
-  void add_rows(const Layer& layer, const Matrix& out, const Input& given) { add(out, given, layer.attention_norm); }
+  void add_rows(const Layer& layer, const Matrix& out, const Input& given) {
+    add(out, given, layer.attention_norm, layer.attention_convolution);
+  }
+
+  // The norm of all states into what a part of the layer reads, and their convolution where there is one.
+  void norm_rows(const Norm& norm, const BlockConvolution& of, const Input& in) {
+    const int64_t size = form_.hidden * kRows, outputs = of.projection.outputs;
+    float* plain = of.any() ? space_.plain.reserve(static_cast<size_t>(space_.tiles * size)) : nullptr;
+    norm_tiles(team_, space_, space_.x, norm, form_.hidden, form_.eps, in, plain);
+    if (!of.any()) return;
+    float* added = space_.kernels_of_rows.reserve(static_cast<size_t>(space_.tiles * outputs * kRows));
+    products_of(team_, space_, {&of.projection}, in, [&](size_t, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, outputs - panel * kOutputs);
+      for (int64_t t = 0; t < space_.tiles; ++t)
+        std::copy_n(sums + t * kOutputs * kRows, live * kRows, added + (t * outputs + panel * kOutputs) * kRows);
+    });
+    convolve(of, 0, plain, [&](int64_t tile, int64_t first, int64_t count, float* sums) {
+      space_.kernels.copy(sums, count, in, tile, first);
+    });
+  }
 
   // Adds the network, or the experts, if there are any. normed: room for what that reads; where it is parallel to
   // attention, it holds that already.
   void feed_rows(const Layer& layer, const Input& normed, const Input& gated) {
     if (!layer.feeds()) return;
-    if (!layer.parallel) norm_tiles(team_, space_, space_.x, layer.post_norm, form_.hidden, form_.eps, normed);
+    if (!layer.parallel) norm_rows(layer.post_norm, layer.network_convolution, normed);
     const bool mixed = layer.experts.any(), dense = layer.network.down.panels;
     if (dense) feed_forward(layer, normed, gated);
     if (mixed && dense) mix_beside(layer, normed, gated);
     else if (mixed) mix(layer, normed);
-    else add(layer.network.down, gated, layer.network_norm);
+    else add(layer.network.down, gated, layer.network_norm, layer.network_convolution);
   }
 
   // Adds what the layer makes of its own inputs, [tiles][stride][16], and scales all that it gives. in, own: inputs of
@@ -584,7 +604,7 @@ class LayerRun {
           space_.kernels.gate(sums + t * kOutputs * kRows, inputs + (t * stride + panel * kOutputs) * kRows, own, t,
                               panel * kOutputs, form_.activation);
       });
-      add(layer.own_out, own, layer.own_norm);
+      add(layer.own_out, own, layer.own_norm, {});
     }
     if (layer.scale == 1.0f) return;
     const int64_t size = form_.hidden * kRows;
@@ -607,7 +627,7 @@ class LayerRun {
   // Tasks stand by lane and head, as what those of a head share is made once by each thread, and the longest of a head
   // first; within windows, which are about as long, those that begin first.
   void attend(const Layer& layer, const Cache* caches, const Input& attended) {
-    const Sight& sight = space_.sight({layer.window, heads_.groups()});
+    const Sight& sight = space_.sight({layer.window, heads_.groups(), layer.ahead});
     team_.each(heads_.keys * static_cast<int64_t>(sight.groups.size()), 1, [&](Pieces& pieces) {
       ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
       const int64_t size = heads_.size;
@@ -701,12 +721,30 @@ class LayerRun {
     });
   }
 
-  // Norms and rotates queries and keys, and writes keys and values into the cache.
-  void place(const Layer& layer, const Cache* caches) {
-    const int64_t all = heads_.queries + (layer.k.panels ? 2 * heads_.keys : 0);
+  // Makes queries, keys and values of rows; first: 0 of all, 1 of keys and values alone.
+  void project(const Layer& layer, const Input& in, size_t first) {
+    const int64_t tiles = space_.tiles, channels = heads_.channels();
+    const int64_t offsets[3] = {0, heads_.queries * heads_.size, (heads_.queries + heads_.keys) * heads_.size};
+    const Matrix* const all[3] = {&layer.q, &layer.k, &layer.v};
+    std::vector<const Matrix*> parts;
+    for (size_t i = first; i < 3; ++i)
+      if (all[i]->panels) parts.push_back(all[i]);
+    products_of(team_, space_, parts, in, [&](size_t part, int64_t panel, const float* sums, const Pieces&) {
+      const int64_t live = std::min<int64_t>(kOutputs, parts[part]->outputs - panel * kOutputs);
+      const size_t begin = part + first, end = begin + (begin == 1 && !layer.v.panels ? 2 : 1);
+      for (int64_t t = 0; t < tiles; ++t)
+        for (size_t to = begin; to < end; ++to)
+          std::memcpy(space_.qkv + (t * channels + offsets[to] + panel * kOutputs) * kRows, sums + t * kOutputs * kRows,
+                      static_cast<size_t>(live * kRows) * sizeof(float));
+    });
+  }
+
+  // Norms and rotates queries and keys from head `first` on, and writes keys and values into the cache.
+  void place(const Layer& layer, const Cache* caches, int64_t first) {
+    const int64_t all = heads_.queries + (layer.k.panels ? 2 * heads_.keys : 0) - first;
     team_.each(space_.tiles * all, 1, [&](Pieces& pieces) {
       while (pieces.next())
-        for (int64_t i = pieces.first; i < pieces.last; ++i) place_head(layer, caches, i / all, i % all);
+        for (int64_t i = pieces.first; i < pieces.last; ++i) place_head(layer, caches, i / all, first + i % all);
     });
   }
 
@@ -755,15 +793,44 @@ class LayerRun {
     space_.kernels.attend(task);
   }
 
-  // Adds the products to the residual stream, normed before where there is a norm for it.
-  void add(const Matrix& m, const Input& in, const float* norm) {
+  // Runs `body(tile, first channel, channels, sums)` for all channels that a convolution makes of rows, [tiles][hidden][16].
+  template <typename Body>
+  void convolve(const BlockConvolution& of, int64_t side, const float* rows, const Body& body) {
+    constexpr int64_t kChannels = 64;  // at a time
+    const int64_t chunks = (form_.hidden + kChannels - 1) / kChannels;
+    team_.each(space_.tiles * chunks, 1, [&](Pieces& pieces) {
+      ThreadScratch& mine = space_.threads[static_cast<size_t>(pieces.index())];
+      float* sums = mine.sums.reserve(static_cast<size_t>((kChannels + 1) * kRows + of.taps));
+      while (pieces.next())
+        for (int64_t i = pieces.first; i < pieces.last; ++i) {
+          const int64_t tile = i / chunks, first = i % chunks * kChannels, count = std::min(kChannels, form_.hidden - first);
+          const float* added = space_.kernels_of_rows.data() + tile * of.projection.outputs * kRows;
+          int32_t before[kRows];
+          count_before(tile, before);
+          of.run(side, rows, form_.hidden, added, before, tile, first, count, sums + kChannels * kRows, sums);
+          body(tile, first, count, sums);
+        }
+    });
+  }
+
+  // Of the rows of a tile, [16]: how many of their lane stand before them; -1 where there is no row.
+  void count_before(int64_t tile, int32_t* before) const {
+    const int64_t begin = tile * kRows;
+    std::fill_n(before, kRows, -1);
+    for (const Rows& lane : lanes_)
+      for (int64_t row = std::max(lane.first, begin); row < std::min(lane.first + lane.count, begin + kRows); ++row)
+        before[row - begin] = static_cast<int32_t>(row - lane.first);
+  }
+
+  // Adds the products to the residual stream, normed or convolved before where there is a norm or a convolution for it.
+  void add(const Matrix& m, const Input& in, const float* norm, const BlockConvolution& convolution) {
     const bool scaled = form_.residual != 1.0f;
     products_of(team_, space_, {&m}, in, [&](size_t, int64_t panel, float* sums, const Pieces&) {
       const int64_t live = std::min<int64_t>(kOutputs, m.outputs - panel * kOutputs) * kRows;
       for (int64_t t = 0; t < space_.tiles; ++t) {
         const int64_t at = (t * form_.hidden + panel * kOutputs) * kRows;
         float* from = sums + t * kOutputs * kRows;
-        if (norm) {
+        if (norm || convolution.any()) {
           std::copy_n(from, live, space_.added + at);
           continue;
         }
@@ -772,6 +839,11 @@ class LayerRun {
       }
     });
     if (norm) add_normed(norm, scaled);
+    if (!convolution.any()) return;
+    convolve(convolution, 1, space_.added, [&](int64_t tile, int64_t first, int64_t count, float* sums) {
+      if (scaled) multiply(sums, count * kRows, form_.residual);
+      space_.kernels.add(space_.x + (tile * form_.hidden + first) * kRows, sums, count * kRows);
+    });
   }
 
   void add_normed(const float* norm, bool scaled) {

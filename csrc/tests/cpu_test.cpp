@@ -21,6 +21,7 @@ int main(int count, char** arguments) {
   cpu_test::test_decoder();
   cpu_test::test_mixers();
   cpu_test::test_eagle();
+  cpu_test::test_block_heads();
   for (const char* numerics : {cpu::kBfloat16, cpu::kInteger}) {
     std::printf("instruction sets of %s:", numerics);
     for (const cpu::Kernels* kernels : cpu::available_kernels(numerics)) std::printf(" %s", kernels->name);

@@ -195,8 +195,7 @@ class DflashHead(TorchHead):
         fused = self._runs.fuse(features.to(self.dtype))
         rotation = self._runs.rope(positions, fused.dtype)
         for slab, layer in zip(self.cache.slab, self._runs.layers, strict=True):
-            both = torch.stack(layer.self_attn.keys_and_values(fused, rotation))
-            slab[:, :, positions] = both.to(slab.dtype)
+            slab[:, :, positions] = torch.stack(layer.self_attn.keys_and_values(fused, rotation))
 
     def forward(
         self,
@@ -214,8 +213,8 @@ class DflashHead(TorchHead):
         first = int(rows.slot) + count
         self.cache.reserve(first + size)
         self._prefill(cast(Tensor, features)[:count], rows.tokens, rows.positions[:count])
-        block = rows.tokens.new_full((size,), self.config.mask_token_id)
-        block[:1] = rows.tokens.index_select(0, cast(Tensor, one))
+        root = rows.tokens.index_select(0, cast(Tensor, one))
+        block = pad(root, (0, size - 1), value=self.config.mask_token_id)
         out = self._run_block(self._target.embed(block), first)[size - self.config.depths :]
         return self._target.head(out), out
 

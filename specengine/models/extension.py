@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specengine.errors import BackendError, require
 
-INTERFACE = 22  # as in csrc/cpu_binding.cpp
+INTERFACE = 23  # as in csrc/cpu_binding.cpp
 VARIABLE = "SPECENGINE_CPU"
 # these multiply bfloat16; for float32 weights the plain vectors serve
 WITH_PAIRS = "amx", "avx512bf16"

@@ -277,6 +277,26 @@ def forward_of_passed(m: Memory) -> Arguments:
     return [*arguments[:3], (None, None), arguments[4], slabs, *arguments[6:]]
 
 
+def blocks(cpu: Any, **changes: tuple[int, ...]) -> Any:
+    """Return the layers of a DFlash head with convolutions of two taps; changes: as in `weights`."""
+    fusion = {"model.fc.weight": (HIDDEN, 3 * HIDDEN), "model.hidden_norm.weight": (HIDDEN,)}
+    convolution = {
+        "model.layers.1.mlp_conv.kernel_projection.weight": (4 * 8, HIDDEN),
+        "model.layers.1.mlp_conv.base_kernel": (4 * HIDDEN,),
+    }
+    return decoder(
+        cpu,
+        weights(cpu, **(fusion | convolution | changes)),
+        places=[(0, 0), (0, 3)],
+        traits={"ahead": [1.0, 0.0]},
+    )
+
+
+def forward_of_blocks(m: Memory) -> Arguments:
+    arguments = forward_from_inputs(m)
+    return [*arguments[:3], (None, None), *arguments[4:]]
+
+
 def forward_of_mamba(m: Memory) -> Arguments:
     return forward_of_hybrid(m, made_mamba())
 
@@ -352,6 +372,13 @@ CPU: dict[str, tuple[Callable[[Any], Any], str, Builder, set[Any]]] = {
     "lanes": (decoder, "forward_lanes", lanes_of_decoder, {(3, 0), (3, 1), 8, 9}),
     "from": (decoder, "forward_from", forward_from_inputs, {(3, 0), (3, 1), 7}),
     "passed": (passed, "forward_from", forward_of_passed, {(3, 0), (3, 1), 7}),
+    "blocks": (blocks, "forward_from", forward_of_blocks, {(3, 0), (3, 1), 7}),
+    "remember": (
+        blocks,
+        "remember",
+        lambda m: [whole(m, 4, 5, 6), 4, real(m, ROWS, 3 * HIDDEN), slab(m), 1],
+        set(),
+    ),
     "hybrid": (hybrid, "forward", forward_of_hybrid, {3, 8, 9, 15, 16}),
     "mamba": (mamba, "forward", forward_of_mamba, {3, 8, 9, 15, 16}),
     "read": (

@@ -24,6 +24,7 @@ from tests.border.networks import (
     OWN,
     SLOTS,
     VOCABULARY,
+    blocks,
     decoder,
     eagle,
     forward_of_passed,
@@ -261,6 +262,13 @@ def test_a_decoder_of_other_sizes_is_refused(sizes: list[int]) -> None:
         ({"routing": ("softmax", [1, 1, 1, 2], [0.0, math.nan])}, "factor of experts: got nan"),
         ({"traits": {"a tail": []}}, "traits: got a tail, accepted query factors"),
         ({"traits": {"parallel": [1.0]}}, "numbers of a trait: got 1"),
+        ({"traits": {"ahead": [1.0]}}, "ahead: got 1, accepted one of each layer"),
+        ({"traits": {"ahead": [1.0, 2.0]}}, "ahead: got 2, accepted 0 or 1"),
+        ({"traits": {"ahead": [1.0, 0.5]}}, "ahead: got 0, accepted whole numbers"),
+        (
+            {"traits": {"ahead": [1.0, 0.0]}, "keeps": [(*HEADS[1:], -2), (*HEADS[1:], -3)]},
+            "ahead: got a layer that reads another model's keys",
+        ),
         ({"traits": {"latent": LATENT[:5]}}, "latent: got 5, accepted 5 sizes and an epsilon"),
         ({"traits": {"latent": LATENT}}, "head size: got 8, accepted one key-value head"),
         ({"traits": {"latent": [32, 8, 2.5, 8, 0, 1e-6]}}, "sizes of latent attention: got 2"),
@@ -354,6 +362,48 @@ def test_a_layer_may_read_the_keys_of_one_before() -> None:
     )
     network.forward(*arguments[:5], arguments[5][0], *arguments[6:])  # one layer's keys and values
     assert memory.intact()
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"model.layers.1.mlp_conv.base_kernel": (3 * HIDDEN,)}, "mlp_conv.base_kernel: got .96"),
+        (
+            {"model.layers.1.mlp_conv.kernel_projection.weight": (4 * 8 + 1, HIDDEN)},
+            "kernel_projection: got .33, 32., accepted .32, 32.",
+        ),
+        (
+            {"model.layers.1.mlp_conv.kernel_projection.weight": (4 * 7, HIDDEN)},
+            "mlp_conv.base_kernel: channels that groups do not divide",
+        ),
+        (
+            {"model.layers.1.mlp_conv.kernel_projection.weight": (4 * 8, HIDDEN + 1)},
+            "kernel_projection: got .32, 33., accepted .32, 32.",
+        ),
+        ({"model.layers.0.mlp_output_norm.weight": (HIDDEN,)}, ""),
+        ({"model.layers.1.mlp_output_norm.weight": (HIDDEN,)}, "attention and a network alone"),
+        ({"model.fc.weight": (HIDDEN + 1, HIDDEN)}, "model.fc: got .33, 32."),
+        ({"model.hidden_norm.weight": (HIDDEN + 1,)}, "model.hidden_norm.weight: got .33."),
+        (
+            {"model.layers.0.self_attn.q_norm.weight": (HEADS[0] * HEADS[2],)},
+            "model.fc: accepted where all layers have keys",
+        ),
+    ],
+)
+def test_convolutions_and_fusions_that_do_not_fit_are_refused(
+    changes: dict[str, Any], refusal: str
+) -> None:
+    if not refusal:
+        blocks(_cpu, **changes)
+        return
+    with pytest.raises(ValueError, match=refusal):
+        blocks(_cpu, **changes)
+
+
+def test_a_decoder_without_a_fusion_does_not_remember() -> None:
+    arguments = torch.arange(3), 0, torch.ones(3, HIDDEN), torch.zeros(LAYERS, 2, 2, SLOTS, 8), 1
+    with pytest.raises(ValueError, match=r"fusion: got 0, accepted a decoder with model\.fc"):
+        decoder(_cpu).remember(*arguments)
 
 
 def test_slabs_of_another_model_are_read_and_never_written() -> None:

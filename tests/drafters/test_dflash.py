@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from specengine.drafters.dflash import Dflash
 from specengine.engine import Engine, Pool
 from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from specengine.models.dflash import DflashConfig, DflashHead
+from specengine.models.eagle import head_from
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeDflashHead, NativeTarget, from_model
+from specengine.models.native import lm as native_lm
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
@@ -192,12 +195,16 @@ class Checking(Dflash):
         assert torch.equal(self.cache.slab[:, :, :, :filled], stable)
         if step.token_ids is None and step.logits.shape[1] > 1:
             tokens = [*self._tokens, int(tree.tokens[0])]
-            model, weights = self.target.model, self.head.module.state_dict()
-            expected = block_logits(weights, self.head.config, model, tokens).log_softmax(-1)
+            expected = block_logits(
+                self.weights_of(), self.head.config, self.target.model, tokens
+            ).log_softmax(-1)
             rows = step.logits if step.further is None else torch.cat([step.logits, step.further])
             self.worst = max(self.worst, float((rows - expected).abs().max()))
             self.checked += 1
         return step
+
+    def weights_of(self) -> dict[str, Tensor]:
+        return self.head.module.state_dict()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -211,37 +218,140 @@ def test_every_block_is_what_the_paper_computes(variant: str) -> None:
     assert draft.worst < 1e-4
 
 
-NATIVE = [name for name in VARIANTS if not name.startswith("windows")]
-
-
-@pytest.mark.parametrize("variant", NATIVE)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_native_pass_is_what_the_paper_computes(variant: str) -> None:
     config, target = config_of(**VARIANTS[variant]), NativeTarget(from_model(deep()))
-    draft = Checking(NativeDflashHead(config, random_state(config), target.lm), target.lm)
+    state = random_state(config)
+    draft = Checking(NativeDflashHead(config, state, target.lm), target.lm)
+    draft.weights_of = lambda: state  # type: ignore[method-assign]
     policy = policies.make("ddtree", budget=12, block=4)
     Engine(target, draft, policy).generate(PROMPT, max_new_tokens=12)
     assert draft.checked >= 3
     assert draft.worst < 1e-4
 
 
-def test_which_heads_run_natively() -> None:
-    lm = from_model(deep().bfloat16())
-    head = NativeDflashHead(config_of(), random_state(config_of()), lm)
-    assert head.cache.slab.dtype is torch.bfloat16
-    assert head._lm.quantize == "int8"
-    for variant in ("windows", "windows both ways"):
-        mixed = config_of(**VARIANTS[variant])
-        with pytest.raises(UnsupportedModelError, match="with windows, convolutions, or with"):
-            NativeDflashHead(mixed, random_state(mixed), lm)
-    runs = {
-        type(
-            Dflash.of(
-                Checkpoint(config, random_state(config), HeadReading("", "", "")), lm, ""
-            ).head
-        )
-        for config in (config_of(), mixed)
+def test_which_heads_run_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, kinds, add = from_model(deep().bfloat16()), set(), native_lm.add_weight
+    monkeypatch.setattr(native_lm, "add_weight", lambda *weight: kinds.add(add(*weight)))
+    for config in (*(config_of(**variant) for variant in VARIANTS.values()), config_of(taps=3)):
+        state = random_state(config)
+        checkpoint = Checkpoint(config, state, HeadReading("", "", ""))
+        head = Dflash.of(checkpoint, lm, "").head
+        assert type(head) is NativeDflashHead
+        assert head.cache.slab.dtype is torch.bfloat16
+        assert kinds == {"i8", ""}  # matrices, vectors
+        assert not [name for name in head.module.state_dict() if "layers" in name]
+    config = config_of(hidden_act="gelu_new")
+    with pytest.raises(UnsupportedModelError, match="a DFlash head with activation gelu_new"):
+        NativeDflashHead(config, random_state(config), lm)
+    checkpoint = Checkpoint(config, random_state(config), HeadReading("", "", ""))
+    assert type(Dflash.of(checkpoint, lm, "").head) is DflashHead
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "whole tile": {"block_size": 16},
+    "more than two": {"block_size": 33, "windows": (5, 0, 40), "causal": (True, False, False)},
+    "one key-value head": {"block_size": 9, "num_kv_heads": 1, "windows": (3, 3, 0)},
+    "other sizes": {
+        "hidden_size": 36,
+        "target_hidden_size": 36,
+        "intermediate_size": 50,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 10,
+        "taps": 3,
+        "group_size": 6,
+        "block_size": 11,
+        "qk_norm": False,
+    },
+    "taps, groups: 1, 1": {"taps": 1},
+    "taps, groups: 2, 32": {"taps": 2, "group_size": 32, "causal": (True, False, True)},
+    "taps, groups: 4, 8": {"taps": 4, "group_size": 8, "windows": (6, 6, 6), "block_size": 21},
+    "more taps than rows": {"taps": 4, "group_size": 2, "block_size": 2},
+}
+
+
+def small_kernels(config: DflashConfig) -> dict[str, Tensor]:
+    """Random weights, with kernels so small that products of convolved rows do not add up to large states."""
+    return {
+        name: tensor * (0.2 if "kernel_projection" in name else 1.0)
+        for name, tensor in random_state(config).items()
     }
-    assert runs == {NativeDflashHead, DflashHead}
+
+
+@torch.inference_mode()
+def blocks_of(head: DflashHead, *, pieces: tuple[int, ...] = (21, 1, 40)) -> Tensor:
+    """States of a block after each piece of a text, and keys and values of the whole text, side by side."""
+    random, end, config = torch.Generator().manual_seed(5), 0, head.config
+    head.cache.reserve(160)
+    head.cache.slab.fill_(torch.nan)
+    states = []
+    for rows in pieces:
+        features = torch.randn(
+            rows, config.num_features * config.target_hidden_size, generator=random
+        )
+        tokens = torch.zeros(rows, dtype=torch.int64)
+        head._prefill(features, tokens, torch.arange(end, end + rows))
+        end += rows
+        block = torch.randn(config.block_size, config.hidden_size, generator=random)
+        states.append(head._run_block(block, end).flatten())
+    return torch.cat([*states, head.cache.slab[:, :, :, :end].float().flatten()])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_states_keys_and_values_are_those_of_the_network(shape: str) -> None:
+    config = config_of(**SHAPES[shape])
+    lm, state = from_model(deep(hidden_size=config.hidden_size)), small_kernels(config)
+    network = head_from(config, state, torch.float32, torch.device("cpu"))
+    expected = blocks_of(DflashHead(network, lm, pack=False))
+    native = NativeDflashHead(config, state, lm)
+    computed = blocks_of(native)
+    torch.testing.assert_close(computed, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(blocks_of(copy.copy(native)), computed)
+
+
+def test_every_tensor_and_tap_changes_the_states() -> None:
+    config = config_of(taps=3, group_size=8, windows=(5, 0, 5), causal=(True, False, False))
+    lm, state = from_model(deep()), small_kernels(config)
+    states = blocks_of(NativeDflashHead(config, state, lm), pieces=(9,))
+    changes = {name: tensor * 1.5 + 0.25 for name, tensor in state.items()}
+    for name, tensor in state.items():
+        for place in range(6 if name.endswith("base_kernel") else 0):  # of sides and taps
+            changed = tensor.clone()
+            changed.view(6, 32)[place, 3] += 0.5
+            changes[f"{name}:{place}"] = changed
+    for name, changed in changes.items():
+        head = NativeDflashHead(config, state | {name.partition(":")[0]: changed}, lm)
+        assert (blocks_of(head, pieces=(9,)) - states).abs().max() > 1e-3, name
+    for field, value in (("windows", (5, 0, 6)), ("causal", (True, True, False))):
+        head = NativeDflashHead(replace(config, **{field: value}), state, lm)
+        assert (blocks_of(head, pieces=(9,)) - states).abs().max() > 1e-3, field
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_several_texts_in_one_pass_are_those_of_each_alone(dtype: torch.dtype) -> None:
+    config, random = config_of(taps=3, windows=(4, 0, 9)), torch.Generator().manual_seed(3)
+    lm = from_model(deep().to(dtype))
+    heads = [NativeDflashHead(config, small_kernels(config), lm)]
+    heads += [copy.copy(heads[0]) for _ in range(2)]
+    alone, blocks, places, starts = [], [], [], [7, 30, 1]
+    for head, start, rows in zip(heads, starts, (6, 11, 5), strict=True):
+        head.cache.reserve(48)
+        features = torch.randn(start, 3 * 32, generator=random)
+        head._prefill(features, torch.zeros(start, dtype=torch.int64), torch.arange(start))
+        blocks.append(torch.randn(rows, 32, generator=random))
+        places.append(torch.arange(start, start + rows))
+        alone.append(head._run_block(blocks[-1], start))
+    together = torch.empty(22, 32)
+    slabs = tuple(head.cache.slab for head in heads)
+    decoder, given = heads[0].weights_of, torch.cat(blocks)
+    arguments = tuple(places), starts, starts, (None,) * 3, given, slabs, together, None, 2
+    decoder.forward_from(*arguments)
+    assert torch.equal(together, torch.cat(alone))
+    words = torch.ones(6, 1, dtype=torch.int64), None, None
+    with pytest.raises(ValueError, match="None, as layers say what rows see"):
+        decoder.forward_from(*arguments[:3], words, *arguments[4:])
 
 
 @torch.inference_mode()

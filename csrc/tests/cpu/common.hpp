@@ -168,6 +168,7 @@ void test_order();
 void test_decoder();
 void test_mixers();
 void test_eagle();
+void test_block_heads();
 void test_threads();
 void test_walls();
 void test_fork();

@@ -353,16 +353,45 @@ std::vector<Row> mix(const Toy& toy, const std::string& prefix, Mixes mixer, con
 
 void Layer::run(const std::vector<Row>& inputs, const Context& context, std::vector<Row>& residual) const {
   const bool alone = blocks_.single, feeds = !alone || mixer_ == Mixes::none;
-  const std::vector<Row> attended = alone && feeds ? std::vector<Row>() : mixed(inputs, context);
+  const std::string around = "attention_conv.", network = "mlp_conv.";
+  std::vector<Row> attended, read, fed;
+  if (!(alone && feeds)) {
+    attended = mixed(convolved(around, 0, inputs, inputs, context), context);
+    attended = convolved(around, 1, attended, inputs, context);
+  }
   const auto add = [&](const Row& added, Row& to) {
     for (size_t i = 0; i < to.size(); ++i) to[i] += added[i] * static_cast<double>(blocks_.residual);
   };
-  for (size_t r = 0; r < inputs.size(); ++r) {
-    if (!attended.empty()) add(normed("attention_output_norm.weight", attended[r]), residual[r]);
-    if (!feeds) continue;
-    const Row read = normed("post_attention_layernorm.weight", residual[r]);
-    add(normed("mlp_output_norm.weight", blocks_.experts ? by_experts(read) : gated("mlp.", read)), residual[r]);
+  for (size_t r = 0; r < attended.size(); ++r) add(normed("attention_output_norm.weight", attended[r]), residual[r]);
+  if (!feeds) return;
+  for (const Row& row : residual) read.push_back(normed("post_attention_layernorm.weight", row));
+  for (const Row& row : convolved(network, 0, read, read, context))
+    fed.push_back(blocks_.experts ? by_experts(row) : gated("mlp.", row));
+  fed = convolved(network, 1, fed, read, context);
+  for (size_t r = 0; r < fed.size(); ++r) add(normed("mlp_output_norm.weight", fed[r]), residual[r]);
+}
+
+std::vector<Row> Layer::convolved(const std::string& name, size_t side, const std::vector<Row>& rows,
+                                  const std::vector<Row>& read, const Context& context) const {
+  const auto base = toy_.vectors.find(prefix_ + name + "base_kernel");
+  if (base == toy_.vectors.end()) return rows;
+  const size_t channels = rows[0].size(), taps = base->second.size() / (2 * channels);
+  std::vector<Row> found;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (context.before[r] < 0) {
+      found.push_back(rows[r]);
+      continue;
+    }
+    const Row added = dense(name + "kernel_projection")(read[r]);
+    const size_t size = channels * 2 * taps / added.size();
+    Row& out = found.emplace_back(channels, 0.0);
+    for (size_t c = 0; c < channels; ++c)
+      for (size_t t = 0; t < taps && t <= static_cast<size_t>(context.before[r]); ++t) {
+        const size_t tap = side * taps + t;
+        out[c] += (base->second[tap * channels + c] + added[(tap * channels + c) / size]) * rows[r - t][c];
+      }
   }
+  return found;
 }
 
 std::vector<Row> Layer::mixed(const std::vector<Row>& inputs, const Context& context) const {

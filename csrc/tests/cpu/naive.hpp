@@ -98,6 +98,7 @@ struct Positions {
 struct Context {
   std::vector<int64_t> positions;
   std::vector<std::vector<char>> sees;  // [row][row]
+  std::vector<int64_t> before = {};     // how many rows of its block stand before each, -1 for rows of none; or nothing
 };
 
 // What a mixer gives for rows of inputs, before its last product: along the path that a row sees, from its first token on.
@@ -123,6 +124,9 @@ class Layer {
   // What the products behind attention and behind a mixer give.
   std::vector<Row> mixed(const std::vector<Row>& inputs, const Context& context) const;
   std::vector<Row> attended(const std::vector<Row>& inputs, const Context& context) const;
+  // Rows convolved before a part (side 0) or after it, by kernels of `read`, where there is a convolution of this name.
+  std::vector<Row> convolved(const std::string& name, size_t side, const std::vector<Row>& rows,
+                             const std::vector<Row>& read, const Context& context) const;
   Row normed(const std::string& name, const Row& x) const;  // where there is a norm of this name
   Row heads_of(const std::string& which, int64_t count, const Row& input, int64_t position) const;
   Row attend(const Row& query, const std::vector<Row>& keys, const std::vector<Row>& values,

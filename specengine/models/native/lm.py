@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import UnsupportedModelError, require, require_supported
 from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
 from specengine.models.attention import Prompt
 from specengine.models.configs import (
+    ACTIVATIONS,
     context_limit,
     family_of,
     kinds_of_layers,
@@ -48,7 +49,6 @@ from specengine.models.kv_cache import (
     KVCache,
     Logits,
     Rows,
-    causal_words,
     in_own_dtype,
 )
 from specengine.models.mtp import Assistant, AssistantHead, Blocks, MtpHead, of_head
@@ -313,33 +313,6 @@ class NativeLM:
             )
         self.seconds += time.perf_counter() - began
 
-    def run_from(
-        self,
-        inputs: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        visible: tuple[int, int, Tensor | None],
-    ) -> Tensor:
-        """Run rows of states, float32 [rows, hidden size], in the place of embeddings, as `run` does.
-
-        Returns the states after the final norm, of the same shape. Layers have no states or inputs of their own.
-        """
-        start, prefix, words = visible
-        states = torch.empty_like(inputs)
-        with self._turn:
-            self.packing.decoder.forward_from(
-                (positions.contiguous(),),
-                [prefix],
-                [start],
-                (None if words is None else words.contiguous(),),
-                inputs,
-                (cache.slabs,),
-                states,
-                None,
-                team.get() or torch.get_num_threads(),
-            )
-        return states
-
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
     ) -> RowBatch:
@@ -485,6 +458,44 @@ class NativeLM:
         )
 
 
+def packed_head(tensors: Mapping[str, Tensor], target: NativeLM) -> Any:
+    """Return a head's tensors as Weights of csrc/cpu, with a bfloat16 target as int8 with a scale per output."""
+    packed = extension().Weights(thread_count())
+    kinds = kinds_of(target.numerics, quantize=target.dtype is torch.bfloat16)
+    weights = [Weight.of(name, tensor.to(target.dtype)) for name, tensor in tensors.items()]
+    for weight, following in zip(weights, [*weights[1:], None], strict=True):
+        add_weight(packed, weight, kinds, following)
+    return packed
+
+
+def run_from(
+    decoder: Any,
+    inputs: Tensor,
+    positions: Tensor,
+    cache: KVCache,
+    visible: tuple[int, int, Tensor | None],
+) -> Tensor:
+    """Run rows of states, float32 [rows, hidden size], in the place of embeddings, on a Decoder of csrc/cpu.
+
+    visible: start, prefix and words, as in RowBatch. Returns the states after the final norm, of the same shape. Layers
+    have no states or inputs of their own.
+    """
+    start, prefix, words = visible
+    states = torch.empty_like(inputs)
+    decoder.forward_from(
+        (positions.contiguous(),),
+        [prefix],
+        [start],
+        (None if words is None else words.contiguous(),),
+        inputs,
+        (cache.slabs,),
+        states,
+        None,
+        thread_count(),
+    )
+    return states
+
+
 @dataclass(eq=False)
 class HeadRows(SharedRows):
     """Rows of one text that a head is to run.
@@ -538,16 +549,7 @@ class NativeHead(EagleRunner):
         offsets = state.get("d2t")
         columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
         self.target_ids = None if offsets is None else offsets + columns
-        self._weights = extension().Weights(thread_count())
-        kinds = kinds_of(target.numerics, quantize=target.dtype is torch.bfloat16)
-        weights = [
-            Weight.of(key, tensor.to(target.dtype)) for key, tensor in state.items() if key != "d2t"
-        ]
-        storage_kinds = {
-            add_weight(self._weights, weight, kinds, following)
-            for weight, following in zip(weights, [*weights[1:], None], strict=True)
-        }
-        self.stored = ", ".join(sorted(storage_kinds - {""}))  # what the matrices are kept as
+        weights = packed_head({key: state[key] for key in state if key != "d2t"}, target)
         frequencies, scale = rope_frequencies(config)
         self.weights_of = extension().Eagle(
             target.instruction_set,
@@ -562,7 +564,7 @@ class NativeHead(EagleRunner):
             ],
             [config.norm_before_residual, config.norm_logits, config.norm_recurrent],
             config.rms_norm_eps,
-            self._weights,
+            weights,
             frequencies.tolist(),
             scale,
         )
@@ -697,55 +699,74 @@ class NativeMtpHead(MtpHead):
     ) -> Tensor:
         inputs = self._inputs(hidden, tokens).float().contiguous()
         at = (positions + 1).clamp(max=self._last)
-        visible: tuple[int, int, Tensor | None] = self.cache.length, self.cache.length, None
-        if isinstance(tree, Rows):
-            visible = int(tree.slot), int(tree.prefix), tree.words
-        return self._lm.run_from(inputs, at, self.cache, visible).to(self.dtype)
+        visible = (
+            (int(tree.slot), int(tree.prefix), tree.words)
+            if isinstance(tree, Rows)
+            else (self.cache.length, self.cache.length, None)
+        )
+        return run_from(self._lm.packing.decoder, inputs, at, self.cache, visible).to(self.dtype)
 
 
 class NativeDflashHead(DflashHead):
-    """Run the layers of a DFlash head on the C++ forward; torch reads the states of committed tokens for its cache.
+    """Run a DFlash, DSpark or DFlash2 head on the C++ forward; torch corrects logits, in float32.
 
-    With a bfloat16 target its matrices are kept as int8, as those of a NativeHead. UnsupportedModelError where
-    csrc/cpu has no such layers, and where only some layers of a block are causal. Corrections of logits run in float32.
+    With a bfloat16 target its matrices are kept as int8, as those of a NativeHead. UnsupportedModelError for
+    activations that csrc/cpu lacks.
     """
-
-    _target: NativeLM
 
     def __init__(self, config: DflashConfig, state: Mapping[str, Tensor], target: NativeLM) -> None:
         require_supported(
-            "native: a DFlash head with windows, convolutions, or with causal and other layers",
-            not (any(config.windows) or config.taps) and len(set(config.causal)) == 1,
+            f"native: a DFlash head with activation {config.hidden_act}",
+            config.hidden_act in ACTIVATIONS,
         )
-        head = head_from(config, state, torch.float32, target.device)
-        super().__init__(head, target, pack=False)
+        net: Any = head_from(config, state, torch.float32, target.device)
+        super().__init__(net, target, pack=False)
         self.cache = KVCache(self.cache.layout._replace(dtype=target.dtype), 1)
-        layers = Qwen3Config(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            hidden_act=config.hidden_act,
-            attention_bias=config.qkv_bias,
-            rope_parameters=dict(config.rope),
-            max_position_embeddings=target.max_context,
+        # tokens are the target's; a convolution's base is a vector
+        tensors = {
+            "embed_tokens.weight": state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
+        } | {
+            name: tensor.flatten() if tensor.ndim > 2 else tensor
+            for name, tensor in state.items()
+            if name.startswith(("fc.", "hidden_norm.", "layers.", "norm."))
+        }
+        weights = packed_head({f"model.{key}": tensor for key, tensor in tensors.items()}, target)
+        net.fc = net.layers = None  # their weights are packed
+        frequencies, scale = rope_frequencies(config)
+        self.weights_of = extension().Decoder(
+            target.instruction_set,
+            table_of(target.numerics),
+            [
+                config.num_layers,
+                config.hidden_size,
+                TINY_VOCABULARY,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+            ],
+            ACTIVATIONS[config.hidden_act],
+            [config.rms_norm_eps, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0],  # no factors
+            weights,
+            [(frequencies.tolist(), scale)],
+            [(0, window) for window in config.windows],
+            ("softmax", [1, 1, 1, 1], [0.0, 1.0]),  # no experts
+            [],
+            [],
+            {"ahead": [float(not causal) for causal in config.causal]},
         )
-        source = BlockSource(layers, list(head.layers), cast(Any, head).norm, target)
-        self._lm = NativeLM(
-            source, quantize="int8" if target.dtype is torch.bfloat16 else target.quantize
+
+    def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        self.weights_of.remember(
+            positions.contiguous(),
+            int(positions[0]),
+            features.contiguous(),
+            self.cache.slab,
+            thread_count(),
         )
-        source.tensors.clear()
-        words = causal_words(config.block_size)
-        self._words = words if config.causal[0] else words[-1:].expand_as(words).contiguous()
 
     def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
         positions = torch.arange(first, first + len(embeddings), dtype=torch.int64, device="cpu")
-        return self._lm.run_from(
-            embeddings.contiguous(), positions, self.cache, (first, first, self._words)
-        )
+        return run_from(self.weights_of, embeddings, positions, self.cache, (first, first, None))
 
 
 class AssistantSource(BlockSource):
