@@ -117,7 +117,9 @@ def level(
 
     On a device an empty frontier appends nothing.
     """
-    tree.passes += frontier.live > 0
+    inner = innermost(drafter)
+    if ops.is_free(frontier.live) or not (isinstance(inner, RowDraft) and inner.counts):
+        tree.passes += frontier.live > 0
     return _grown(drafter, policy, tree, frontier, seconds, "step")
 
 

@@ -234,7 +234,9 @@ class Rows:
         """Return a tree's rows, which follow the `filled` slots of a cache, int32 [1] on the device of the rows."""
         tree_tensors = tree.tokens, tree.depths, tree.ancestors, tree.size
         tokens, depths, words, live = (array.to(filled.device) for array in tree_tensors)
-        return cls(tokens, depths + filled, words, filled.long(), filled, live)
+        rows = cls(tokens, depths + filled, words, filled.long(), filled, live)
+        rows.seen = live
+        return rows
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

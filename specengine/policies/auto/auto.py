@@ -151,14 +151,17 @@ class Auto(TreePolicy):
             state.enter(self._group, trained)
         free = self._free(tree) if ops.is_free(tree.size) else None
         covered = self.budget, math.log(MIN_FREE_PASS)
-        pays = ops.start_search(tree.arrays, tree.size, state.bound, self.rounds, free, covered)
-        skipped = ops.number(state.skipped)
-        drafts = (ops.number(pays) > 0) | (skipped >= self.patience)
-        if isinstance(drafts, Tensor):
-            state.skipped.copy_(torch.where(drafts, 0, skipped + 1))
-        else:
-            state.skipped.fill_(0 if drafts else skipped + 1)
-        return tree.root_alone().where(drafts)
+        drafts = ops.start_search(
+            tree.arrays,
+            tree.size,
+            state.bound,
+            self.rounds,
+            free,
+            covered,
+            state.skipped,
+            self.patience,
+        )
+        return Nodes(tree.root_alone().ids, drafts)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state[tree.device]
