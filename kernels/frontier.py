@@ -298,7 +298,10 @@ def level_rows(
     if any(number.dtype is not torch.int32 for number in (live, filled, used, passes)):
         raise ValueError("live, filled, used, passes: int32 [1] each is needed")
     if rows is None:
-        lists = torch.empty(4, width, dtype=torch.int64, device=seen.device)
+        even = (
+            width + width % 2
+        )  # each list begins at a multiple of 16 bytes: one program for all widths
+        lists = torch.empty(4, even, dtype=torch.int64, device=seen.device)[:, :width]
         scales = None if factors is None else factors.new_empty(width, 1)
         tokens, positions, sources, targets = lists.unbind()
         both = seen.new_empty(width, words), seen.new_empty(1)

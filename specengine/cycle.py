@@ -117,8 +117,9 @@ def level(
 
     On a device an empty frontier appends nothing.
     """
-    inner = innermost(drafter)
-    if ops.is_free(frontier.live) or not (isinstance(inner, RowDraft) and inner.counts):
+    if frontier.live.device.type == ops.tree.FREE or not getattr(
+        innermost(drafter), "counts", False
+    ):
         tree.passes += frontier.live > 0
     return _grown(drafter, policy, tree, frontier, seconds, "step")
 

@@ -396,6 +396,9 @@ class RowDraft(CapturedDrafter):
     """
 
     counts = True  # whether `step` counts its pass in the tree, on a device
+    token_ids: Tensor | None = (
+        None  # the target's ids of the logits' columns; None: they are the columns
+    )
     shares = False  # whether its rows can be run with those of other texts, by what `_shared` makes
     _shared: Callable[[Rows, PassRows], SharedRows]
     _features: Any = None  # of the pending rows, where the draft reads any
@@ -432,11 +435,6 @@ class RowDraft(CapturedDrafter):
     def pending(self) -> Tensor:
         """Return int64 [most]: the tokens that the next pass runs; the root takes the place of the last one."""
         return self._held[1:]
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        """Return the target's ids of the logits' columns, or None if they are the columns."""
-        return None
 
     @property
     def notes(self) -> list[str]:
@@ -507,7 +505,7 @@ class RowDraft(CapturedDrafter):
             self._used,
             self._seen,
             self._factors,
-            None if ops.is_free(frontier.live) else tree.passes,
+            None if frontier.live.device.type == ops.tree.FREE else tree.passes,
         )
         rows = Rows(*pass_rows[:4], self.cache.filled, frontier.live)
         rows.seen = self._used

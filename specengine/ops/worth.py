@@ -500,7 +500,7 @@ def start_search(
     none of them is right. With a source of these it reads the tree on the host.
     """
     if run := native.start_search[size.device]:
-        return _or_due(run(tree, size, state, rounds, free, asked), skipped, patience)
+        return run(tree, size, state, rounds, free, asked, skipped, patience)
     _require_state(tree, state)
     require("skipped: int32 [1]", skipped)
     if free is None and (run := kernels.start_search[size.device]):
@@ -514,11 +514,6 @@ def start_search(
         free_nodes = _free_below(free, tree, size, root, *asked)
         if free_nodes is not None and _is_covered(free_nodes, tree, size, state):
             pays.zero_()
-    return _or_due(pays, skipped, patience)
-
-
-def _or_due(pays: Tensor, skipped: Tensor, patience: int) -> Tensor:
-    """Return `pays`, raised after `patience` skipped passes, and count the skipped ones."""
     pays |= skipped >= patience
     skipped += 1
     skipped *= 1 - pays
