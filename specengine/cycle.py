@@ -559,8 +559,9 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
         clock = time.perf_counter()
         rows = cast(Any, driver.target).ask(draft.tree, greedy=lane.sampler.takes_largest)
         seconds.verify = time.perf_counter() - clock
-        yield rows
-        seconds.verify += rows.seconds
+        if rows is not None:
+            yield rows
+            seconds.verify += rows.seconds
     verdict = verify(driver, lane, draft.tree, seconds, plan)
     clock = time.perf_counter()
     cycle = commit(driver, lane, draft, verdict, seconds, plan)

@@ -36,8 +36,10 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models import free_memory as free_memory
+from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
+from specengine.models.kv_cache import CachedTarget, LaneTarget
 from specengine.models.mtp import AssistantHead
-from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeTarget, RowBatch
+from specengine.models.native import PREFILL_ROWS, NativeLane, NativeTarget
 from specengine.models.native.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
+# targets whose rows are run with those of others, by the class of one alone
+LANES: dict[type, type[LaneTarget]] = {NativeTarget: NativeLane, HuggingFaceTarget: ModuleLane}
 MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
 
 
@@ -315,10 +319,10 @@ class Pool:
             "parallel",
             count,
             f"1 on {engine.target.backend or 'this target'}",
-            type(engine.target) is NativeTarget,
+            is_shared(engine.target),
         )
-        self.memory = free_memory() // 2 if memory is None else memory
-        self.scheduler = Scheduler(cast(NativeTarget, engine.target).lm)
+        self.memory = free_memory(engine.target.device) // 2 if memory is None else memory
+        self.scheduler = Scheduler(cast(CachedTarget, engine.target))
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count + spare)]
         for other in self.engines[1:]:
@@ -418,7 +422,7 @@ class Pool:
 
     def prefill(
         self, engine: EngineState, prompt: list[int], keep: int
-    ) -> Generator[RowBatch, None, Tensor | None]:
+    ) -> Generator[Any, None, Tensor | None]:
         """Take in a prompt behind its first `keep` tokens, in short pieces while there are other texts."""
         target = cast(LaneTarget, engine.target)
         return target.take_in(
@@ -455,7 +459,7 @@ class Pool:
         """Return an engine of the same parts with a state of its own."""
         draft = None if engine.drafter is None else drafters.another(engine.drafter)
         policy = None if engine.policy is None else dataclasses.replace(cast(Any, engine.policy))
-        target = LaneTarget(cast(NativeTarget, engine.target).lm)
+        target = LANES[type(engine.target)](cast(CachedTarget, engine.target))
         head = None if draft is None else getattr(drafters.innermost(draft), "head", None)
         if isinstance(head, AssistantHead):
             head.follow(target)
@@ -484,6 +488,11 @@ class Pool:
         answers = run_tasks(self.engines, self.scheduler, take)
         results = dict(progress_bar(answers, "Answers", getattr(prompts, "__len__", int)()))
         return [results[number] for number in range(len(results))]
+
+
+def is_shared(target: Target) -> bool:
+    """Return whether rows of several texts can be run together on a target like this one."""
+    return type(target) is NativeTarget or (type(target) is HuggingFaceTarget and target.lm.joins)
 
 
 def parallel_of(engine: EngineState, memory: int | None = None) -> int:

@@ -12,6 +12,7 @@ import copy
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from specengine import ops
-from specengine.models.attention import Prompt, attend, tree_attention_forward
+from specengine.models.attention import Joined, Prompt, attend, tree_attention_forward
 from specengine.models.configs import STEADY_ROPES
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.twins import QuantizedLinear, is_changed
@@ -155,6 +156,10 @@ class _Place:
     cosines: Tensor
     sines: Tensor
 
+    @property
+    def rows(self) -> int:
+        return len(self.index)
+
 
 class Fused:
     """The fused forward of a model, a twin of which has the modules. merge: see Products."""
@@ -182,17 +187,21 @@ class Fused:
         tokens: Tensor,
         positions: Tensor,
         cache: KVCache,
-        tree: Rows | Prompt,
+        tree: Rows | Prompt | Joined,
         features: tuple[int, ...] = (),
         keep: Tensor | slice | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of the rows to keep, by default all, and the features of all, as CausalLM.forward does."""
         states = self._decoder.embed_tokens(tokens)
-        place = self._place(states, positions, cache, tree)
+        if isinstance(tree, Joined):
+            pieces = (rows.split(tree.counts) for rows in (states, positions))
+            places = [*map(self._place, *pieces, tree.caches, tree.trees)]
+        else:
+            places = [self._place(states, positions, cache, tree)]
         residual: Tensor | None = None
         hidden_states = list[Tensor]()
         for layer in self._layers:
-            states, residual, entered = self._layer(layer, states, residual, place)
+            states, residual, entered = self._layer(layer, states, residual, places)
             hidden_states.append(entered)
         normed = self._last(states, residual)
         hidden_states.append(normed)
@@ -230,18 +239,30 @@ class Fused:
         return cosines, sines
 
     def _layer(
-        self, layer: _Layer, states: Tensor, residual: Tensor | None, place: _Place
+        self, layer: _Layer, states: Tensor, residual: Tensor | None, places: list[_Place]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the MLP adds, the sum that it is added to, and the sum that the layer began with."""
         before, after = layer.module.input_layernorm, layer.module.post_attention_layernorm
         normed, entered = ops.add_rms_norm(states, residual, before.weight, before.variance_epsilon)
-        attended = self._attended(layer, normed, place)
+        attended = self._attended(layer, normed, places)
         normed, total = ops.add_rms_norm(attended, entered, after.weight, after.variance_epsilon)
         return layer.module.mlp.down_proj(ops.silu_mul(*layer.gates(normed))), total, entered
 
-    def _attended(self, layer: _Layer, normed: Tensor, place: _Place) -> Tensor:
+    def _attended(self, layer: _Layer, normed: Tensor, places: list[_Place]) -> Tensor:
         attention = layer.module.self_attn
-        query, key, value = layer.projections.heads(normed, attention.head_dim)
+        heads = layer.projections.heads(normed, attention.head_dim)
+        if len(places) == 1:
+            wide = self._attend(layer, *heads, places[0])
+        else:
+            texts = (states.split([place.rows for place in places], 1) for states in heads)
+            wide = torch.cat([*map(partial(self._attend, layer), *texts, places)])
+        return cast(Tensor, attention.o_proj(wide.reshape(len(normed), -1)))
+
+    def _attend(
+        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, place: _Place
+    ) -> Tensor:
+        """Store the keys and values of a text's rows, and attend from them; returns [rows, heads, head size]."""
+        attention = layer.module.self_attn
         norms = _head_norms(attention)
         eps = norms[0].variance_epsilon if norms else 0.0
         q_weight, k_weight = [norm.weight for norm in norms] or (None, None)
@@ -250,20 +271,18 @@ class Fused:
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
         if isinstance(place.tree, Rows):
             heads = attend(query, slab[0], slab[1], place.tree, attention.scaling, layer.window)
-            wide = heads.transpose(0, 1)
-        else:
-            keys, values = slab[:, None, :, : place.end]
-            wide, _ = tree_attention_forward(
-                attention,
-                query[None],
-                keys,
-                values,
-                None,
-                scaling=attention.scaling,
-                tree=place.tree,
-                sliding_window=layer.window,
-            )
-        return cast(Tensor, attention.o_proj(wide.reshape(len(normed), -1)))
+            return heads.transpose(0, 1)
+        keys, values = slab[:, None, :, : place.end]
+        return tree_attention_forward(
+            attention,
+            query[None],
+            keys,
+            values,
+            None,
+            scaling=attention.scaling,
+            tree=place.tree,
+            sliding_window=layer.window,
+        )[0][0]
 
     def _last(self, states: Tensor, residual: Tensor | None) -> Tensor:
         norm = self._decoder.norm
@@ -278,7 +297,7 @@ class Fused:
         place = self._place(hidden[0], positions, cache, tree)
         share, rounding = SHARES[hidden[0].dtype]
         for layer, entered, expected in zip(self._layers, hidden, hidden[1:], strict=False):
-            added, total, _ = self._layer(layer, entered, None, place)
+            added, total, _ = self._layer(layer, entered, None, [place])
             last = layer is self._layers[-1]
             fused = (self._last(added, total) if last else total + added).float()
             change = expected.float() if last else expected.float() - entered.float()
