@@ -8,8 +8,9 @@ logits, and walks itself.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +21,13 @@ from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
 from specengine.models import SharedRows
-from specengine.models.huggingface import PADDED_ROWS, HuggingFaceTarget
+from specengine.models.huggingface import (
+    PADDED_ROWS,
+    HuggingFaceTarget,
+    ModuleLane,
+    ModuleRows,
+)
+from specengine.models.kv_cache import Rows
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import (
     WARM_UPS,
@@ -584,6 +591,68 @@ class CapturedDriver(EagerDriver):
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)
         return Record(length, count, tokens[:count].tolist(), path[:count].tolist(), grown, tree)
+
+
+class CapturedLanes:
+    """Runs the lanes of a pool in one graph, where those under way have a row each; others' rows run without it.
+
+    The graph has a row of every lane, so that it serves whichever are under way: one that is not has its row in a free
+    slot, whose results nobody reads.
+    """
+
+    def __init__(self, lanes: Sequence[ModuleLane]) -> None:
+        self.weights_of, self._lanes = lanes[0].lm, lanes
+        device = lanes[0].device
+        self.graphs = Graphs(device)
+        self._tokens = torch.zeros(len(lanes), dtype=torch.int64, device=device).split(1)
+        self._words = ops.own_bits(1, device)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._failed: list[int] = []  # addresses of the slabs with which a capture failed
+        for lane in lanes:
+            lane.joined = self
+
+    def run_lanes(self, batch: Sequence[ModuleRows]) -> None:
+        """Run rows of several texts, and fill their results."""
+        lm, caches = self.weights_of, [lane.cache for lane in self._lanes]
+        places = {id(cache): place for place, cache in enumerate(caches)}
+        slabs = [cache.slab.data_ptr() for cache in caches]
+        single = all(len(rows.tokens) == 1 and isinstance(rows.tree, Rows) for rows in batch)
+        if not single or slabs == self._failed:
+            lm.run_lanes(batch)
+            return
+        for lane in self._lanes:
+            lane.cache.reserve(len(lane.tokens) + 1)
+        for rows in batch:
+            self._tokens[places[id(rows.cache)]].copy_(rows.tokens)
+        features = max((rows.features for rows in batch), key=len)
+        reads = [tensor for cache in caches for tensor in (cache.slab, cache.filled)]
+        began = time.perf_counter()
+        try:
+            run = partial(self.run, features)
+            logits, states = self.graphs.run(f"lanes {features}", reads, run)
+        except CaptureError:
+            self._failed = slabs
+            lm.run_lanes(batch)
+            return
+        lm.seconds += time.perf_counter() - began
+        for rows in batch:
+            place = places[id(rows.cache)]
+            rows.logits = logits[place : place + 1]
+            if states is not None:  # the next run overwrites them
+                rows.states = states[place : place + 1].clone()
+
+    def run(self, features: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Return logits and features of a row of every lane, at the end of its cache."""
+        batch = []
+        for lane, token in zip(self._lanes, self._tokens, strict=True):
+            cache, end = lane.cache, lane.cache.filled.long()
+            rows = Rows(token, end, self._words, end, cache.filled, self._one)
+            batch.append(ModuleRows(lane.lm, token, end, cache, rows, features, rated=True))
+        return lane.lm.run_lanes(batch)
+
+    def require_same(self) -> None:
+        """Forget the graph if the model's weights are elsewhere than when it was captured."""
+        self.graphs.require_same(self.weights_of.model)
 
 
 def is_guided(source: Drafter | None) -> bool:

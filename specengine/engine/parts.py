@@ -23,7 +23,7 @@ from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup, backend
 from specengine.engine import loading
-from specengine.engine.captured import CapturedDriver
+from specengine.engine.captured import CapturedDriver, CapturedLanes
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
 from specengine.errors import (
     EngineBusyError,
@@ -299,16 +299,17 @@ class EngineState:
 class Pool:
     """Engines that share the weights of one, and answer at the same time.
 
-    Each has caches, a draft and a policy of its own. On the native forward their rows are run together: a cycle of all
-    of them costs little more than one text's. An answer is the same, bit for bit, whatever is answered beside it.
+    Each has caches, a draft and a policy of its own. Their rows are run together: a cycle of all of them costs little
+    more than one text's. On the native forward an answer is the same, bit for bit, whatever is answered beside it; on
+    modules up to rounding, where `strict` runs each alone.
 
     A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
     begins once the caches have room for it to the end; those of ended answers are kept until then.
 
     engine: stays usable by itself; count: texts at once; spare: engines more than that; memory: bytes that caches of
     target and draft may take for all texts, besides some hundred tokens of each that has none, by default half of what
-    is free. InputError for another target than the native forward, a draft that serves one text alone, or a text that
-    has no room even alone.
+    is free. InputError for a target whose rows stand alone (a dense mask, shared keys, states of modules), a draft that
+    serves one text alone, or a text that has no room even alone.
     """
 
     def __init__(
@@ -325,6 +326,8 @@ class Pool:
         self.scheduler = Scheduler(cast(CachedTarget, engine.target))
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count + spare)]
+        if engine.target.captured:
+            CapturedLanes([cast(ModuleLane, other.target) for other in self.engines])
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)

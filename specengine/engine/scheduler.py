@@ -25,6 +25,7 @@ from specengine.cycle import Lane, run_eager
 from specengine.cycle import result_of as result_of
 from specengine.models import SharedRows
 from specengine.models.kv_cache import CachedTarget
+from specengine.ops.cuda_graphs import sharing
 from specengine.records import Cycle, GenerationResult, StreamPiece
 
 # tokens of a prompt that are run at a time beside other texts; see `piece_at`
@@ -256,7 +257,8 @@ class Scheduler:
     def __init__(self, target: CachedTarget) -> None:
         """target: one whose model runs the rows of all texts."""
         self.forwards, self.rows = 0, 0  # since it was made
-        self._lm, self._running = target.lm, target.running
+        self._lm = target.lm
+        self._running = sharing(target.device, target.running)
         self._last_forward: tuple[int, float] | None = None
         self.pace = SharedPace()
         self.turn = threading.Condition(threading.RLock())

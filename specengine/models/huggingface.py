@@ -51,6 +51,7 @@ from specengine.models.refusals import (
 )
 from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
 from specengine.ops import Nodes
+from specengine.ops.cuda_graphs import room
 from specengine.ops.tree import TokenTree
 
 # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
@@ -530,8 +531,11 @@ class CausalLM:
         positions = torch.arange(start, end, dtype=torch.int64, device=self.device)
         return ModuleRows(self, ids, positions, cache, Prompt(start), features)
 
-    def run_lanes(self, batch: Sequence[ModuleRows]) -> None:
-        """Run rows of several texts in one forward, and fill their results. Caches are the texts' own."""
+    def run_lanes(self, batch: Sequence[ModuleRows]) -> tuple[Tensor, Tensor | None]:
+        """Run rows of several texts in one forward, and fill their results. Caches are the texts' own.
+
+        Returns the logits of all that want them, and the features of all.
+        """
         began = time.perf_counter()
         batch = sorted(batch, key=lambda rows: rows.rated)  # logits are those of the last rows
         counts = [len(rows.tokens) for rows in batch]
@@ -555,6 +559,7 @@ class CausalLM:
                 rows.states = states[first:end]
             if rows.rated:
                 rows.logits = logits[first - unrated : end - unrated]
+        return logits, states
 
     def require_capture(self) -> None:
         """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
@@ -766,10 +771,28 @@ class HuggingFaceTarget(CachedTarget):
 
 
 class ModuleLane(LaneTarget, HuggingFaceTarget):
-    """A HuggingFaceTarget beside others, over one CausalLM. What is strict runs alone, and copies no other's cache."""
+    """A HuggingFaceTarget beside others, over one CausalLM. What is strict runs alone, and copies no other's cache.
+
+    joined: what runs rows of all of them in its place, an engine.captured.CapturedLanes, or None
+    """
+
+    joined: Any = None
 
     def ask(self, tree: TokenTree, *, greedy: bool) -> SharedRows | None:
-        return None if self.strict_rows else super().ask(tree, greedy=greedy)
+        if self.strict_rows:
+            return None
+        rows = super().ask(tree, greedy=greedy)
+        cast(SharedRows, rows).model = self.joined or self.lm
+        return rows
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        super().reserve(room(tokens + scratch), 0)  # a larger cache means another capture
+
+    def cached(self, tokens: list[int]) -> int:
+        count = super().cached(tokens)
+        if self.joined is not None:
+            self.joined.require_same()
+        return count
 
     def take_in(
         self, tokens: list[int], keep: int, size: Callable[[int], int]
