@@ -98,8 +98,8 @@ def tree_attention_forward(
         texts = zip(query.split(tree.counts, 2), tree.stored, tree.trees, strict=True)
         return torch.cat(
             [
-                tree_attention_forward(module, rows, *stored, tree=seen, **kwargs)[0]
-                for rows, stored, seen in texts
+                tree_attention_forward(module, rows, *stored, tree=own_tree, **kwargs)[0]
+                for rows, stored, own_tree in texts
             ],
             1,
         ), None

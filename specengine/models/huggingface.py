@@ -771,7 +771,7 @@ class HuggingFaceTarget(CachedTarget):
 
 
 class ModuleLane(LaneTarget, HuggingFaceTarget):
-    """A HuggingFaceTarget beside others, over one CausalLM. What is strict runs alone, and copies no other's cache.
+    """One of several HuggingFaceTargets over a CausalLM. What is strict runs alone, and copies no other's cache.
 
     joined: what runs rows of all of them in its place, an engine.captured.CapturedLanes, or None
     """

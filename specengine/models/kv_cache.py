@@ -414,7 +414,7 @@ class CachedTarget(Target):
         return features
 
     def _after_mark(self, tokens: int) -> int:
-        """Return how many of a prompt's last tokens, of so many, are run after its mark."""
+        """Return how many of the last `tokens` of a prompt are run after its mark."""
         return 0
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
@@ -451,7 +451,7 @@ class LaneTarget(CachedTarget):
     _asked: Any = None  # rows of the next tree, where they were run with those of others
 
     def __init__(self, target: CachedTarget) -> None:
-        """target: the one that it stands beside. It counts no experts, as rows of all texts are counted at once."""
+        """target: the one that it joins. It counts no experts, as rows of all texts are counted at once."""
         fresh = {"cache": target.lm.new_cache(1), "tokens": [], "captured": False, "counts": False}
         vars(self).update(vars(target), **fresh)
 

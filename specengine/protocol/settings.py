@@ -90,7 +90,7 @@ class Settings(Checked):
     parallel: int | None = option(
         COUNT,
         metavar="N",
-        help="answers at once (default: as memory holds on the native forward, else 1; 1 with replicas)",
+        help="answers at once (default: as memory holds; 1 on modules and with replicas)",
     )
     queue: int = option(
         whole(0, accepted="0 or more"),

@@ -982,4 +982,4 @@ class RowBatch(SharedRows):
 
 
 class NativeLane(LaneTarget, NativeTarget):
-    """A NativeTarget beside others, over one NativeLM."""
+    """One of several NativeTargets over a NativeLM."""
