@@ -1,8 +1,9 @@
 """Frontier: drafted nodes are hung into the tree, and what the next draft pass reads of them is gathered.
 
 `_append` is one program: the new nodes' parents are in the tree already, so all entries are written side by side, each
-with its parent's ancestor words and its own bit. `_gather` copies, for each row of a draft pass, the state that it
-continues and its token's embedding.
+with its parent's ancestor words and its own bit. `_rows` is one program, too: it turns the nodes to draft from into
+rows over the cache. `_gather` copies, for each row of a draft pass, the state that it continues and its token's
+embedding.
 """
 
 from __future__ import annotations
@@ -33,6 +34,20 @@ class Tree(NamedTuple):
     size: Tensor
 
 
+class Rows(NamedTuple):
+    """Rows of a draft pass, as `level_rows` writes them: tokens, positions int64 [n]; words int64 [n, w], which slots
+    of the scratch each sees; slot int64 [1], of the first; sources, targets int64 [n], its parent and itself; factors
+    float32 [n, 1] or None."""
+
+    tokens: Tensor
+    positions: Tensor
+    words: Tensor
+    slot: Tensor
+    sources: Tensor
+    targets: Tensor
+    factors: Tensor | None
+
+
 # ---- meaning
 
 
@@ -55,6 +70,27 @@ def reference(
         ) << (node % WORD_BITS)
     after.size[0] = start + count
     return after, [*range(start, start + count), *[0] * (tokens.shape[0] - count)], refused
+
+
+def reference_rows(
+    tree: Tree, nodes: list[int], width: int, filled: int, used: int, seen: Tensor
+) -> tuple[Rows, Tensor]:
+    """Compute `level_rows` for these nodes in plain torch; returns `width` rows, without factors, and `seen` after."""
+    after, spare = seen.clone(), seen.shape[0] - 1
+    whole = torch.zeros(4, width, dtype=torch.int64, device="cpu")
+    words = torch.zeros(width, seen.shape[1], dtype=torch.int64, device="cpu")
+    for row, node in enumerate([*nodes, *[0] * (width - len(nodes))]):
+        parent, own = max(int(tree.parents[node]), 0), min(used + row, spare - 1)
+        words[row] = seen[parent]
+        words[row, own // WORD_BITS] |= torch.tensor(1, dtype=torch.int64, device="cpu") << (
+            own % WORD_BITS
+        )
+        target = node if row < len(nodes) else spare
+        after[target] = words[row]
+        numbers = int(tree.tokens[node]), int(tree.depths[node]) + filled - 1, parent, target
+        whole[:, row] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    slot = torch.tensor([filled + used], dtype=torch.int64, device="cpu")
+    return Rows(whole[0], whole[1], words, slot, whole[2], whole[3], None), after
 
 
 # ---- kernels
@@ -112,6 +148,66 @@ def _append(
     tl.store(size, start + found)
     if full:
         tl.store(refused, 1)
+
+
+@triton.jit(
+    do_not_specialize=["width", "n_words", "spare", "n_factors"],
+    do_not_specialize_on_alignment=["nodes", "live", "filled", "used", "passes", "slot"],
+)
+def _rows(
+    tree_tokens,
+    tree_parents,
+    tree_depths,
+    nodes,
+    live,
+    filled,
+    used,
+    passes,
+    seen,
+    factors,
+    tokens,
+    positions,
+    words,
+    slot,
+    sources,
+    targets,
+    out_factors,
+    width,
+    n_words,
+    spare,
+    n_factors,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    count, before, committed = tl.load(live), tl.load(used), tl.load(filled)
+    passed = tl.load(passes)
+    row, word = tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
+    inside, some = row < width, row < count
+    node = tl.load(nodes + row, mask=inside & some, other=0)  # padding reads of the root
+    parent = tl.maximum(tl.load(tree_parents + node, mask=inside, other=0), 0)
+    depth = tl.load(tree_depths + node, mask=inside, other=0)
+    token = tl.load(tree_tokens + node, mask=inside, other=0)
+    into = tl.where(some, node, spare)
+    own = tl.minimum(before + row, spare - 1)
+    both = inside[:, None] & (word < n_words)[None, :]
+    bits = tl.load(seen + parent[:, None] * n_words + word[None, :], mask=both, other=0)
+    bits |= (
+        tl.where((own >> 6)[:, None] == word[None, :], 1, 0).to(tl.int64)
+        << (own & 63).to(tl.int64)[:, None]
+    )
+    tl.debug_barrier()  # a warp that reads counts after another has raised them would take other slots
+    tl.store(seen + into[:, None] * n_words + word[None, :], bits, mask=both)
+    tl.store(words + row[:, None] * n_words + word[None, :], bits, mask=both)
+    tl.store(tokens + row, token, mask=inside)
+    tl.store(positions + row, depth + (committed - 1), mask=inside)
+    tl.store(sources + row, parent, mask=inside)
+    tl.store(targets + row, into, mask=inside)
+    if factors is not None:
+        factor = tl.load(factors + tl.minimum(depth, n_factors - 1), mask=inside, other=0.0)
+        tl.store(out_factors + row, factor, mask=inside)
+    tl.store(slot, (committed + before).to(tl.int64))
+    tl.store(used, before + count)
+    tl.store(passes, passed + tl.where(count > 0, 1, 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "tokens"])
@@ -173,6 +269,63 @@ def append_nodes(
             1, min(8, triton.next_power_of_2(most) * triton.next_power_of_2(words) // 64)
         ),
     )
+
+
+def level_rows(
+    tree: Tree,
+    nodes: Tensor,
+    live: Tensor,
+    filled: Tensor,
+    used: Tensor,
+    passes: Tensor,
+    seen: Tensor,
+    factors: Tensor | None,
+    *,
+    rows: Rows | None = None,
+) -> Rows:
+    """Return the rows of a pass from some nodes of a tree, none of each other's parents; `rows` where these are given.
+
+    nodes: int64 [n], n up to 1024, dense, of which the first `live` count: padding reads of the root and writes to the
+    last row of `seen`. live, filled, used, passes: int32 [1], filled slots of the cache, those of its scratch, which
+    grow by `live`, and passes, which grow by 1 where there is a node. seen: int64 [nodes + 1, w], dense, by node which
+    slots of the scratch it sees; factors: float32 [depths], the last also for deeper nodes. Capturable.
+    """
+    width, words = nodes.shape[0], seen.shape[1]
+    if not 1 <= width <= MOST_APPENDED or nodes.dtype is not torch.int64 or nodes.stride(0) != 1:
+        raise ValueError(f"nodes: dense int64 [n], 1 <= n <= {MOST_APPENDED}, is needed")
+    if not seen.is_contiguous() or seen.dtype is not torch.int64:
+        raise ValueError("seen: contiguous int64 is needed")
+    if any(number.dtype is not torch.int32 for number in (live, filled, used, passes)):
+        raise ValueError("live, filled, used, passes: int32 [1] each is needed")
+    if rows is None:
+        even = (
+            width + width % 2
+        )  # each list begins at a multiple of 16 bytes: one program for all widths
+        lists = torch.empty(4, even, dtype=torch.int64, device=seen.device)[:, :width]
+        scales = None if factors is None else factors.new_empty(width, 1)
+        tokens, positions, sources, targets = lists.unbind()
+        both = seen.new_empty(width, words), seen.new_empty(1)
+        rows = Rows(tokens, positions, *both, sources, targets, scales)
+    block, block_w = triton.next_power_of_2(width), triton.next_power_of_2(words)
+    _rows[(1,)](
+        *tree[:3],
+        nodes,
+        live,
+        filled,
+        used,
+        passes,
+        seen,
+        factors,
+        *rows,
+        width,
+        words,
+        seen.shape[0] - 1,
+        0 if factors is None else factors.shape[0],
+        BLOCK=block,
+        BLOCK_W=block_w,
+        num_warps=max(1, min(8, block * block_w // 64)),
+    )
+    return rows
 
 
 def gather_rows(

@@ -6,7 +6,7 @@ once, at the end. The noise of a column is a pure function of (seed, position, c
 decoding draws. It is float64, as everywhere else; `_draw` finds it in float32 first, and in float64 for what is best of
 its lane, unless a column that its lane passed over comes so near to the best that float32 does not decide: then it goes
 over the slice again, in float64. `_merge` takes the best of the slices; `_walk` descends with one search over all nodes
-per accepted node. Ties go to the first column, whatever the slices.
+per accepted node. Ties go to the first column, whatever the slices. `_record` leaves what the host reads of a cycle.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ NEAR, NEAR_RELATIVE = 1e-3, 2.0**-20
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_SLICES = 64
 MOST_NODES = 1024  # of a walk
+NUMBERS = 7  # of a record, before its lists
 
 
 # ---- meaning
@@ -87,6 +88,22 @@ def reference_walk(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[lis
         if follows and int(chosen[node]) >= 0:
             path.append(node)
     return path, int(chosen[path[-1]]) if path else -1
+
+
+def reference_record(
+    verified: Verified, walked: tuple[Tensor, Tensor, Tensor], counts: tuple[int, ...], longest: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Compute `record_walk`, counts as numbers, with the budget of its rows; the record, ids and tokens of the path."""
+    path, live, bonus = walked[0].tolist(), int(walked[1]), int(walked[2])
+    path = [*path[:longest], *[0] * (longest - len(path))]
+    over, root = [int(verified.tokens[node]) for node in path], max(bonus, 0)
+    chosen = [over[place + 1] if place < live - 1 else root for place in range(longest)]
+    reals = (part.view(torch.int32) for part in (verified.log_probs, verified.path_log_probs))
+    lists = (*verified[:3], *reals)
+    size, kept, passes, length, overflow = counts
+    numbers = [live, size, kept, passes, length, overflow, bonus]
+    record = [*numbers, *chosen, *path, *(n for part in lists for n in part.tolist())]
+    return record, [int(verified.nodes[node]) for node in path], over
 
 
 # ---- kernels
@@ -282,7 +299,89 @@ def _walk(tokens, parents, chosen, size, path, count, bonus, BLOCK: tl.constexpr
     tl.store(bonus, wanted)
 
 
+@triton.jit(
+    do_not_specialize=["rows", "longest", "budget"],
+    do_not_specialize_on_alignment=[
+        "size",
+        "kept",
+        "passes",
+        "length",
+        "overflow",
+        "live",
+        "bonus",
+    ],
+)
+def _record(
+    tokens,
+    parents,
+    depths,
+    log_probs,
+    path_log_probs,
+    nodes,
+    path,
+    live,
+    bonus,
+    size,
+    kept,
+    passes,
+    length,
+    overflow,
+    record,
+    ids,
+    over,
+    root,
+    rows,
+    longest,
+    budget,
+    NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.arange(0, BLOCK)
+    accepted, last = tl.load(live), tl.load(bonus)
+    first = tl.maximum(last, 0)  # a cycle may be under way before the host sees that there is none
+    inside, after = entry < longest, entry + 1
+    node = tl.load(path + entry, mask=inside & (entry < rows), other=0)
+    below = tl.load(path + after, mask=(after < longest) & (after < rows), other=0)
+    passed = tl.load(tokens + node, mask=inside, other=0)
+    chosen = tl.load(tokens + below, mask=inside, other=0)
+    tl.store(ids + entry, tl.load(nodes + node, mask=inside, other=0), mask=inside)
+    tl.store(over + entry, passed, mask=inside)
+    chosen = tl.where(entry < accepted - 1, chosen, first)
+    lists = record + NUMBERS + entry
+    tl.store(lists, chosen, mask=inside)
+    tl.store(lists + longest, node, mask=inside)
+    lists += 2 * longest
+    listed, known = entry < budget, (entry < budget) & (entry < rows)
+    tl.store(lists, tl.load(tokens + entry, mask=known, other=0), mask=listed)
+    tl.store(lists + budget, tl.load(parents + entry, mask=known, other=0), mask=listed)
+    tl.store(lists + 2 * budget, tl.load(depths + entry, mask=known, other=0), mask=listed)
+    edges = tl.load(log_probs + entry, mask=known, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(lists + 3 * budget, edges.to(tl.int64), mask=listed)
+    sums = tl.load(path_log_probs + entry, mask=known, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(lists + 4 * budget, sums.to(tl.int64), mask=listed)
+    tl.store(record, accepted.to(tl.int64))
+    tl.store(record + 1, tl.load(size).to(tl.int64))
+    tl.store(record + 2, tl.load(kept).to(tl.int64))
+    tl.store(record + 3, tl.load(passes).to(tl.int64))
+    tl.store(record + 4, tl.load(length).to(tl.int64))
+    tl.store(record + 5, tl.load(overflow).to(tl.int64))
+    tl.store(record + 6, last)
+    tl.store(root, first)
+
+
 # ---- launchers
+
+
+class Verified(NamedTuple):
+    """A verified tree: tokens, parents, depths int64 [n], log_probs, path_log_probs float32 [n]; nodes: int64 [n], of
+    the drafted tree, that it consists of."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    log_probs: Tensor
+    path_log_probs: Tensor
+    nodes: Tensor
 
 
 class Workspace(NamedTuple):
@@ -402,6 +501,55 @@ def walk(
         BLOCK=block,
         num_warps=max(1, min(8, block // 32)),
     )
+
+
+def record_walk(
+    verified: Verified,
+    walked: tuple[Tensor, Tensor, Tensor],
+    counts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    record: Tensor,
+    root: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """Write what the host reads of a cycle, and the next root; return nodes and tokens of the path, int64 [longest].
+
+    walked: path int64 [n], count, int32 [1], and bonus, int64 [1], as `walk` writes them; counts: int32 [1] each, of
+    drafted and of verified nodes, of passes, of tokens committed before, and whether nodes found no room. record: int64
+    [7 + 2 * longest + 5 * budget], dense: the path's count, these, the bonus; the token chosen after each node of the
+    path, the path; tokens, parents, depths of verified nodes, and the bits of their log-probabilities. What has no
+    entry is 0, tokens after the path are the next root: the bonus, 0 where there is none. root: int64 [1]. Capturable.
+    """
+    rows, budget = len(verified.nodes), (len(record) - NUMBERS - 2 * longest) // 5
+    path, live, bonus = walked
+    whole = (*verified[:3], verified.nodes, path, bonus, record, root)
+    if not 1 <= max(rows, longest, budget) <= MOST_NODES or len(path) != rows:
+        raise ValueError(f"path, nodes: [n] each, lists of up to {MOST_NODES}, are needed")
+    if any(part.dtype is not torch.int64 or part.stride(0) != 1 for part in whole):
+        raise ValueError("tokens, parents, depths, nodes, path, bonus, record, root: dense int64")
+    if any(part.dtype is not torch.float32 or part.stride(0) != 1 for part in verified[3:5]):
+        raise ValueError("log_probs, path_log_probs: dense float32 is needed")
+    if any(number.dtype is not torch.int32 for number in (live, *counts)):
+        raise ValueError("the path's count, counts: int32 [1] each is needed")
+    if len(record) != NUMBERS + 2 * longest + 5 * budget:
+        raise ValueError(f"record: {NUMBERS} numbers, 2 lists of {longest} and 5 are needed")
+    ids, over = torch.empty(2, longest, dtype=torch.int64, device=path.device).unbind()
+    block = triton.next_power_of_2(max(longest, budget))
+    _record[(1,)](
+        *verified,
+        *walked,
+        *counts,
+        record,
+        ids,
+        over,
+        root,
+        rows,
+        longest,
+        budget,
+        NUMBERS=NUMBERS,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 32)),
+    )
+    return ids, over
 
 
 def _check(

@@ -117,7 +117,10 @@ def level(
 
     On a device an empty frontier appends nothing.
     """
-    tree.passes += frontier.live > 0
+    if frontier.live.device.type == ops.tree.FREE or not getattr(
+        innermost(drafter), "counts", False
+    ):
+        tree.passes += frontier.live > 0
     return _grown(drafter, policy, tree, frontier, seconds, "step")
 
 
@@ -556,8 +559,9 @@ def run_cycle(lane: Lane, *, shared: bool = False) -> Generator[SharedRows, None
         clock = time.perf_counter()
         rows = cast(Any, driver.target).ask(draft.tree, greedy=lane.sampler.takes_largest)
         seconds.verify = time.perf_counter() - clock
-        yield rows
-        seconds.verify += rows.seconds
+        if rows is not None:
+            yield rows
+            seconds.verify += rows.seconds
     verdict = verify(driver, lane, draft.tree, seconds, plan)
     clock = time.perf_counter()
     cycle = commit(driver, lane, draft, verdict, seconds, plan)

@@ -10,6 +10,6 @@ what a kernel costs at least.
     python -m bench.kernels --out FILE         the table, with provenance
 """
 
-from bench.kernels import attention, choice, compaction, search, selection
+from bench.kernels import attention, choice, compaction, rule, search, selection
 
-WAYS = [*attention.WAYS, *selection.WAYS, *compaction.WAYS, *choice.WAYS, *search.WAYS]
+WAYS = [*attention.WAYS, *selection.WAYS, *compaction.WAYS, *choice.WAYS, *search.WAYS, *rule.WAYS]

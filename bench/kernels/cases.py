@@ -59,7 +59,16 @@ class Search:
     batch: int
 
 
-Case = Attention | Selection | Compaction | Choice | Search
+@dataclass(frozen=True)
+class Rule:
+    """A level of `auto`: the likeliest children of `rows` nodes, by bfloat16 logits, join a tree of `nodes` nodes."""
+
+    rows: int
+    columns: int
+    nodes: int = 33
+
+
+Case = Attention | Selection | Compaction | Choice | Search | Rule
 NODES, PREFIXES = (1, 16, 32, 64, 128, 256), (512, 2048, 4096, 16384, 32768)
 CASES: list[Case] = [
     *(Attention(nodes, prefix) for nodes, prefix in product(NODES, PREFIXES)),
@@ -71,6 +80,7 @@ CASES: list[Case] = [
     *(Choice(nodes, columns, sampled)
       for nodes, columns, sampled in product((1, 16, 64), (49152, 128256), (False, True))),
     *(Search(budget, batch) for budget, batch in ((12, 4), (60, 10), (256, 32))),
+    *(Rule(rows, columns) for rows, columns in product((1, 7), (32000, 128256))),
 ]  # fmt: skip
 QUICK: list[Case] = [
     Attention(64, 4096),
@@ -79,6 +89,7 @@ QUICK: list[Case] = [
     Compaction(32, 8),
     Choice(64, 128256),
     Search(60, 10),
+    Rule(7, 32000),
 ]
 
 
@@ -102,6 +113,8 @@ def floor_of(case: Case) -> Floor:
         return Floor(case.rows * case.columns * 2, 0)
     if isinstance(case, Choice):
         return Floor(case.nodes * case.columns * 2, 0)
+    if isinstance(case, Rule):
+        return Floor(case.rows * case.columns * 2, 0)
     if isinstance(case, Search):
         # read and written: of G a score, of Q two numbers and three of 64 bits
         entry = 3 * 4 + 3 * 8

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.cases import Attention, Choice, Compaction, Search, Selection
+from bench.kernels.cases import Attention, Choice, Compaction, Rule, Search, Selection
 
 
 class Tree(NamedTuple):
@@ -148,10 +148,30 @@ def search_inputs(case: Search, device: torch.device) -> Layers:
     return Layers(nodes, nodes // 4, live, ids, layer(), layer(), levels)
 
 
+class Level(NamedTuple):
+    """Logits [rows, V]; tokens, parents int64 and edges float32 [nodes - 1], of a tree without its root; nodes: int64
+    [rows], those that are drafted from."""
+
+    logits: Tensor
+    tokens: Tensor
+    parents: Tensor
+    edges: Tensor
+    nodes: Tensor
+
+
+def level_inputs(case: Rule, device: torch.device) -> Level:
+    logits = layer_inputs(Selection(case.rows, case.columns), device).logits
+    tokens = torch.arange(1, case.nodes, device=device)
+    edges = -0.1 - torch.rand(case.nodes - 1, device=device)
+    nodes = torch.arange(case.nodes - case.rows, case.nodes, device=device)
+    return Level(logits, tokens, (tokens - 1) // 2, edges, nodes)
+
+
 INPUTS: dict[str, Callable[..., Any]] = {
     "attention": tree_inputs,
     "selection": layer_inputs,
     "compaction": slab_inputs,
     "choice": row_inputs,
     "search": search_inputs,
+    "rule": level_inputs,
 }

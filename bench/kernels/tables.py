@@ -18,6 +18,7 @@ LABELS: dict[str, Callable[[Record], str]] = {
     "compaction": lambda r: f"{r['layers']} layers, {r['kept']} nodes",
     "choice": lambda r: f"{r['nodes']} x {r['columns']:,}{', sampled' if r['sampled'] else ''}",
     "search": lambda r: f"budget {r['budget']}, batch {r['batch']}",
+    "rule": lambda r: f"{r['rows']} x {r['columns']:,}, {r['nodes']} nodes",
 }
 
 
@@ -62,6 +63,7 @@ GOALS = [
          {EAGLES: 10.0, "flashinfer softmax, top_k": 3.0}),
     Goal("selection", WARM | {"rows": (64,), "columns": (128256,)}, microseconds(15.0), {EAGLES: 6.0}),
     Goal("search", {}, microseconds(4.0), {"C++ on the host, and the copies": 5.0}),
+    Goal("rule", WARM | {"rows": (7,), "columns": (32000,)}, microseconds(15.0)),
     Goal("choice", WARM | {"nodes": (64,), "columns": (128256,), "sampled": (False,)},
          lambda row, _: min(9.0, 2 * row["bytes_us"] + 4.0), {"torch argmax, no walk, eager": 3.0}),
     Goal("choice", WARM | {"nodes": (64,), "columns": (128256,), "sampled": (True,)}, microseconds(16.0)),

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.cases import LOG_MU, Attention, Case, Choice, Search, Selection
+from bench.kernels import rule
+from bench.kernels.cases import LOG_MU, Attention, Case, Choice, Rule, Search, Selection
 from bench.kernels.way import kernel
 
 MAX_ERROR = {"attention": 6e-3, "selection": 2e-5, "compaction": 0.0, "choice": 0.0, "search": 0.0}
+MAX_ERROR |= {"rule": 1e-4}  # of log-chances
 
 
 def truth(case: Case, inputs: Any) -> Tensor:
@@ -41,6 +43,10 @@ def truth(case: Case, inputs: Any) -> Tensor:
             torch.cat([inputs.first[i][case.batch :], inputs.second[i]]) for i in (1, 3)
         )
         return inputs.ids[columns[scores.argsort(descending=True, stable=True)[: case.batch]]]
+    if isinstance(case, Rule):
+        # the op's meaning, on the host
+        grown = rule.prepared(rule.meaning, case, type(inputs)(*(part.cpu() for part in inputs)))
+        return rule.paths_of(case, grown()).to(inputs.logits.device)
     return inputs.slab[:, :, :, case.prefix + inputs.path.long()].clone()
 
 
@@ -53,4 +59,6 @@ def error_of(case: Case, got: Tensor, wanted: Tensor) -> float:
         near_gate = (got.double() - wanted).abs() > 1.0
         difference = (got.double() - wanted).masked_fill(near_gate, 0.0).nan_to_num(0.0).abs().max()
         return float(difference) if int(near_gate.sum()) <= 1 else math.inf
+    if isinstance(case, Rule):
+        return float((got.double() - wanted.double()).abs().max())
     return float((got != wanted).sum())

@@ -378,14 +378,17 @@ bool is_covered(const spec::FreeNodes& free, const std::vector<Rated>& rated, co
   return true;
 }
 
-// asked: how many free continuations of the root, and their least log-probability; free may be None.
-py::object start_search(handle tree, handle size, handle searched, int64_t rounds, handle free, const py::tuple& asked) {
+// asked: how many free continuations of the root, and their least log-probability; free may be None. skipped: cycles
+// without a pass, of which `patience` may follow each other.
+py::object start_search(handle tree, handle size, handle searched, int64_t rounds, handle free, const py::tuple& asked,
+                        handle skipped, int64_t patience) {
   const Tree grown = take_tree(tree, size);
   require(*grown.size == 1, "size", *grown.size, "1");
   require(asked.size() == 2, "asked", static_cast<int64_t>(asked.size()), "2 parts");
   const SearchState state = take_state(searched, grown.capacity);
   const spec::SearchNotes& noted = state.notes;
   require_rounds(rounds);
+  int32_t& cycles = take_one<int32_t>(skipped, "skipped");
   *state.throughput.drafting = 0;
   std::fill(noted.drafted, noted.drafted + grown.capacity, false);
   std::fill(noted.waiting, noted.waiting + grown.capacity, false);
@@ -396,6 +399,8 @@ py::object start_search(handle tree, handle size, handle searched, int64_t round
     const auto rated = rate(found, grown, state.counts);
     pays = rated.empty() || !is_covered(found, rated, state.counts, state.throughput.prices.draft[1]);
   }
+  pays |= cycles >= patience;
+  cycles = pays ? 0 : cycles + 1;
   return make_count(pays);
 }
 

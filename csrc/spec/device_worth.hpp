@@ -16,8 +16,8 @@ namespace spec {
 constexpr int kRuleLanes = 512;  // of the block
 constexpr int kPlainShared = 48 * 1024, kMostShared = 96 * 1024;  // bytes of the block: unasked for, and on each card since sm_80
 
-// A level of a search: children are appended below the frontier, and the next pass is chosen. begins: there are no
-// children, the search begins at the root. As in specengine/ops/cuda.py, member by member.
+// A level of a search: children are appended below the frontier, and the next pass is chosen. The chosen nodes may take
+// the place of the frontier. As in specengine/ops/cuda.py, member by member.
 struct LevelArgs {
   TreeArrays tree;
   int64_t capacity;
@@ -42,8 +42,9 @@ struct LevelArgs {
   double least;
   int64_t most, rounds, max_passes;
   int64_t* ids;   // [width]
-  int32_t* live;  // where the search begins: whether a pass pays
-  int64_t begins;
+  int32_t* live;  // where the search begins: whether there is a pass
+  int32_t* skipped;  // not null: there are no children, the search begins at the root; cycles without a pass
+  int64_t patience;  // of these, before a pass that need not pay
 };
 
 // Select the nodes of a tree to verify.
@@ -85,7 +86,7 @@ struct OutcomeArgs {
   double memory;
 };
 
-static_assert(sizeof(LevelArgs) == 43 * 8, "as in specengine/ops/cuda.py");
+static_assert(sizeof(LevelArgs) == 44 * 8, "as in specengine/ops/cuda.py");
 static_assert(sizeof(KeepArgs) == 9 * 8, "as in specengine/ops/cuda.py");
 static_assert(sizeof(ExtractArgs) == 17 * 8, "as in specengine/ops/cuda.py");
 static_assert(sizeof(OutcomeArgs) == 30 * 8, "as in specengine/ops/cuda.py");
@@ -210,8 +211,8 @@ SPEC_HD inline void begin_search(const LevelArgs& args, int lane) {
 SPEC_HD inline void read_counts(const LevelArgs& args, int lane, const LevelShared& shared) {
   if (lane) return;
   *shared.size = *args.size;
-  *shared.live = args.begins ? 0 : static_cast<int32_t>(lesser(*args.frontier_live, args.rows));
-  *shared.going = args.begins || *args.passes < args.max_passes;
+  *shared.live = args.skipped ? 0 : static_cast<int32_t>(lesser(*args.frontier_live, args.rows));
+  *shared.going = args.skipped || *args.passes < args.max_passes;
 }
 
 // Chances of the children of the frontier, of which those of likely paths are offered.
@@ -448,7 +449,13 @@ SPEC_HD inline int64_t drawn_next(const LevelArgs& args, const LevelShared& shar
 
 SPEC_HD inline void write_next(const LevelArgs& args, int lane, const LevelShared& shared) {
   const int64_t drawn = *shared.going ? drawn_next(args, shared) : 0;
-  if (lane == 0) *args.live = args.begins ? drawn > 0 : static_cast<int32_t>(drawn);
+  if (lane == 0 && args.skipped) {
+    const int32_t skipped = *args.skipped;
+    *args.live = drawn > 0 || skipped >= args.patience;
+    *args.skipped = *args.live ? 0 : skipped + 1;
+  } else if (lane == 0) {
+    *args.live = static_cast<int32_t>(drawn);
+  }
   for (int64_t i = lane; i < args.prices.width; i += kRuleLanes) {
     if (i >= drawn) {
       args.ids[i] = 0;
@@ -467,9 +474,9 @@ SPEC_HD inline void level_on_lanes(const LevelArgs& args, char* memory, Lanes& l
   lay_out(args, memory, shared);
   lanes([&](int lane) {
     read_counts(args, lane, shared);
-    if (args.begins) begin_search(args, lane);
+    if (args.skipped) begin_search(args, lane);
   });
-  if (!args.begins) {
+  if (!args.skipped) {
     lanes([&](int lane) { rate_children(args, lane, shared); });
     lanes([&](int lane) { keep_likeliest(args, lane, shared); });
     lanes([&](int lane) { shared.kept.gather(lane, args.rows * args.places); });

@@ -162,7 +162,7 @@ spec::LevelArgs args_of(Books& books, const Level& given, bool mapped, bool mark
           given.frontier.data(), given.live.data(), given.rows, given.stated.data(), given.columns.data(), given.places,
           mapped ? given.token_ids.data() : nullptr, marked ? given.marks.data() : nullptr, given.stride,
           books.table.data(), books.profile.data(), books.group.data(), books.notes(), books.drafting.data(),
-          books.draft.data(), books.prices(), least, most, rounds, further ? 1 << 20 : 0, ids.data(), &live, 0};
+          books.draft.data(), books.prices(), least, most, rounds, further ? 1 << 20 : 0, ids.data(), &live, nullptr, 0};
 }
 
 int levels = 0;

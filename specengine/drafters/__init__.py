@@ -395,6 +395,10 @@ class RowDraft(CapturedDrafter):
     nodes (`take`). A root pass reads the features of the tokens that wait, by their place, instead of states.
     """
 
+    counts = True  # whether `step` counts its pass in the tree, on a device
+    token_ids: Tensor | None = (
+        None  # the target's ids of the logits' columns; None: they are the columns
+    )
     shares = False  # whether its rows can be run with those of other texts, by what `_shared` makes
     _shared: Callable[[Rows, PassRows], SharedRows]
     _features: Any = None  # of the pending rows, where the draft reads any
@@ -433,11 +437,6 @@ class RowDraft(CapturedDrafter):
         return self._held[1:]
 
     @property
-    def token_ids(self) -> Tensor | None:
-        """Return the target's ids of the logits' columns, or None if they are the columns."""
-        return None
-
-    @property
     def notes(self) -> list[str]:
         return [] if bool(self._best[-1].amax().isfinite()) else [NOT_FINITE]
 
@@ -470,17 +469,7 @@ class RowDraft(CapturedDrafter):
         if frontier is None:
             rows = self._root_rows(tree, free=True)
         else:
-            level = Nodes(frontier.alive(), frontier.live)
-            pass_rows = ops.level_rows(
-                tree.arrays,
-                tree.size,
-                level,
-                self.cache.filled,
-                self._used,
-                self._seen,
-                self._factors,
-            )
-            rows = Rows(*pass_rows[:4], self.cache.filled, frontier.live), pass_rows
+            rows = self._level_rows(tree, Nodes(frontier.alive(), frontier.live))
         self._asked = None if rows is None else (*rows, self._shared(*rows))
         return None if self._asked is None else self._asked[2]
 
@@ -506,6 +495,22 @@ class RowDraft(CapturedDrafter):
         )
         return Rows(*pass_rows[:4], filled, self.taken), pass_rows
 
+    def _level_rows(self, tree: TokenTree, frontier: Nodes) -> tuple[Rows, PassRows]:
+        """Return the rows of the pass from these nodes; on a device it counts itself among the tree's."""
+        pass_rows = ops.level_rows(
+            tree.arrays,
+            tree.size,
+            frontier,
+            self.cache.filled,
+            self._used,
+            self._seen,
+            self._factors,
+            None if frontier.live.device.type == ops.tree.FREE else tree.passes,
+        )
+        rows = Rows(*pass_rows[:4], self.cache.filled, frontier.live)
+        rows.seen = self._used
+        return rows, pass_rows
+
     def root(self, tree: TokenTree) -> Step:
         free = self.device.type == ops.tree.FREE  # inlined, as every cycle asks
         arguments = self._asked or self._root_rows(tree, free=free)
@@ -529,16 +534,7 @@ class RowDraft(CapturedDrafter):
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         arguments, self._asked = self._asked, None
         if arguments is None:
-            pass_rows = ops.level_rows(
-                tree.arrays,
-                tree.size,
-                frontier,
-                self.cache.filled,
-                self._used,
-                self._seen,
-                self._factors,
-            )
-            arguments = Rows(*pass_rows[:4], self.cache.filled, frontier.live), pass_rows, None
+            arguments = *self._level_rows(tree, frontier), None
         logits, states = self._run(*arguments)
         return Step(logits, self.token_ids, hidden=states)
 

@@ -28,7 +28,7 @@ class Dflash(EagleDraft):
     corrected by the token before them, DSpark's and DFlash2's, each step gives each node the distribution after it.
     """
 
-    runner, native = DflashHead, NativeDflashHead
+    runner, native, counts = DflashHead, NativeDflashHead, False
     # By depth from the root's children on: log-probabilities, or logits of _columns to be corrected by the token
     # before; the last row proposes nothing.
     _rows: Tensor

@@ -65,6 +65,7 @@ class EagleDraft(RowDraft):
     ) -> None:
         head = self.runner(head, target, pack) if isinstance(head, EagleHead) else head
         self.head: DraftHead = head
+        self.token_ids = head.target_ids
         self.name = (
             f"eagle ({head.config.kind}{', ' + name if name else ''})"
             if isinstance(head, EagleRunner)
@@ -170,10 +171,6 @@ class EagleDraft(RowDraft):
     @property
     def weights(self) -> tuple[torch.nn.Module, ...]:
         return self.head.weights
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        return self.head.target_ids
 
     @property
     def state(self) -> tuple[Tensor, ...]:

@@ -173,6 +173,7 @@ class SmallModel(RowDraft):
             except UnsupportedModelError:
                 raise refused from None
         self._alignment = alignment
+        self.token_ids = None if alignment is None else alignment.token_ids
         if captured and isinstance(self.lm, CausalLM):
             self.lm.require_capture()
         self.name = f"small_model ({model.name if native else model.config._name_or_path or type(model).__name__})"
@@ -319,10 +320,6 @@ class SmallModel(RowDraft):
             super().accept(cycle)
         else:
             self._committed += [int(cycle.tree.tokens[0]), *cycle.tokens[: len(cycle.path) - 1]]
-
-    @property
-    def token_ids(self) -> Tensor | None:
-        return None if self._alignment is None else self._alignment.token_ids
 
     def _run(self, rows: Rows, pass_rows: PassRows, shared: Any = None) -> tuple[Tensor, None]:
         if self._alignment is not None:

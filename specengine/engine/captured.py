@@ -8,20 +8,26 @@ logits, and walks itself.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specengine import cycle, ops, policies
 from specengine.cycle import Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
 from specengine.models import SharedRows
-from specengine.models.huggingface import PADDED_ROWS, HuggingFaceTarget
+from specengine.models.huggingface import (
+    PADDED_ROWS,
+    HuggingFaceTarget,
+    ModuleLane,
+    ModuleRows,
+)
+from specengine.models.kv_cache import Rows
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import (
     WARM_UPS,
@@ -33,7 +39,7 @@ from specengine.ops.cuda_graphs import (
     room,
     sharing,
 )
-from specengine.ops.tree import TokenTree, overfull
+from specengine.ops.tree import NUMBERS, TokenTree, overfull
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, TopP, refuse_no_choice, signed
@@ -42,7 +48,6 @@ NOTE = "graphs: cycles stayed on the device; drafting has the policy's time, ver
 PARTS_NOTE = "graphs: a tree could not be one graph here, or would have been another tree, so its passes are graphs"
 GUIDED_NOTE = "graphs: a grammar guides the trees, so the host grew them outside of graphs"
 DEEPEST = 16  # passes of a tree that is one graph: they are nested, and each is captured
-NUMBERS = 7  # of a record, before its lists
 HOST = torch.device("cpu")
 
 
@@ -173,14 +178,14 @@ class CapturedDriver(EagerDriver):
     # ---- the functions of a cycle
 
     def _first(self) -> None:
-        self._go_on(cycle.first(self._source(), self.policy, self.tree, Seconds()))
+        root = cycle.first(self._source(), self.policy, self.tree, Seconds())
+        self.frontier.live.copy_(root.live)
 
     def _root(self) -> None:
-        asked = self.policy.plan().patience
-        found = (
-            Nodes(self.frontier.ids[:1], self.frontier.live) if asked else self.tree.root_alone()
-        )
-        self._go_on(cycle.root(self._source(), self.policy, self.tree, found, Seconds()))
+        root = self.tree.root_alone()
+        if self.policy.plan().patience:
+            root = root._replace(live=self.frontier.live)
+        self._go_on(cycle.root(self._source(), self.policy, self.tree, root, Seconds()))
 
     def _level(self) -> None:
         self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
@@ -210,6 +215,8 @@ class CapturedDriver(EagerDriver):
         return Coupled(cast(Drafter, self.drafter), sampler.seed, sampler.scale, lambda: filled + 1)
 
     def _go_on(self, found: Nodes) -> None:
+        if found.ids is self.frontier.ids:
+            return
         width = min(len(found.ids), len(self.frontier.ids))
         self.frontier.ids[:width].copy_(found.ids[:width])
         self.frontier.live.copy_(found.live)
@@ -235,32 +242,24 @@ class CapturedDriver(EagerDriver):
         logits, features = self.target.verify(verified)
         chosen = self._sampler.choose(logits, verified.depths, length)
         walked = ops.walk(verified.tokens, verified.parents, chosen, nodes.live)
-        path = Nodes(pad_to(walked.nodes, longest), walked.live)
-        inner = torch.arange(longest, device=tree.device, dtype=torch.int64) < walked.live - 1
-        # a cycle may be under way before the host sees that there is none
-        root = walked.bonus.clamp(min=0)
-        walked_over = verified.tokens.index_select(0, path.ids)
-        tokens = torch.where(inner, walked_over.roll(-1), root)
-        counts = torch.cat(
-            [walked.live, tree.size, nodes.live, tree.passes, length, tree.overflow]
-        ).long()
-        sums = verified.log_probs.view(torch.int32), verified.path_log_probs.view(torch.int32)
-        arrays = (verified.tokens, verified.parents, verified.depths, *sums)
-        lists = (pad_to(array, self.budget) for array in arrays)
-        self._record.copy_(torch.cat([counts, walked.bonus, tokens, path.ids, *lists]))
+        counts = tree.size, tree.passes, length, tree.overflow
+        record, end = self._record, NUMBERS + longest
+        ids, walked_over = ops.record_walk(
+            verified.arrays, walked, nodes, counts, tree.tokens, record, longest
+        )
+        path = Nodes(record[end : end + longest], walked.live)
         self.target.keep(path)
         if self.drafter is not None and self.policy is not None:
             cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
             if self._learns_there():
-                path = Nodes(nodes.ids.index_select(0, path.ids), path.live)
-                self.policy.learn(Outcome(tree, path, tokens, None))
-        tree.tokens[:1].copy_(root)
+                chosen = record[NUMBERS:end]
+                self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
         tree.restart()
 
     def _kept(self, rows: int) -> Nodes:
         """Return the nodes to verify, `rows` wide on a device."""
         ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
-        return Nodes(ids[: int(live)] if ops.is_free(live) else pad_to(ids, rows), live)
+        return Nodes(ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows), live)
 
     # ---- a cycle, as the host starts it
 
@@ -594,6 +593,68 @@ class CapturedDriver(EagerDriver):
         return Record(length, count, tokens[:count].tolist(), path[:count].tolist(), grown, tree)
 
 
+class CapturedLanes:
+    """Runs the lanes of a pool in one graph, where those under way have a row each; others' rows run without it.
+
+    The graph has a row of every lane, so that it serves whichever are under way: one that is not has its row in a free
+    slot, whose results nobody reads.
+    """
+
+    def __init__(self, lanes: Sequence[ModuleLane]) -> None:
+        self.weights_of, self._lanes = lanes[0].lm, lanes
+        device = lanes[0].device
+        self.graphs = Graphs(device)
+        self._tokens = torch.zeros(len(lanes), dtype=torch.int64, device=device).split(1)
+        self._words = ops.own_bits(1, device)
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
+        self._failed: list[int] = []  # addresses of the slabs with which a capture failed
+        for lane in lanes:
+            lane.joined = self
+
+    def run_lanes(self, batch: Sequence[ModuleRows]) -> None:
+        """Run rows of several texts, and fill their results."""
+        lm, caches = self.weights_of, [lane.cache for lane in self._lanes]
+        places = {id(cache): place for place, cache in enumerate(caches)}
+        slabs = [cache.slab.data_ptr() for cache in caches]
+        single = all(len(rows.tokens) == 1 and isinstance(rows.tree, Rows) for rows in batch)
+        if not single or slabs == self._failed:
+            lm.run_lanes(batch)
+            return
+        for lane in self._lanes:
+            lane.cache.reserve(len(lane.tokens) + 1)
+        for rows in batch:
+            self._tokens[places[id(rows.cache)]].copy_(rows.tokens)
+        features = max((rows.features for rows in batch), key=len)
+        reads = [tensor for cache in caches for tensor in (cache.slab, cache.filled)]
+        began = time.perf_counter()
+        try:
+            run = partial(self.run, features)
+            logits, states = self.graphs.run(f"lanes {features}", reads, run)
+        except CaptureError:
+            self._failed = slabs
+            lm.run_lanes(batch)
+            return
+        lm.seconds += time.perf_counter() - began
+        for rows in batch:
+            place = places[id(rows.cache)]
+            rows.logits = logits[place : place + 1]
+            if states is not None:  # the next run overwrites them
+                rows.states = states[place : place + 1].clone()
+
+    def run(self, features: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Return logits and features of a row of every lane, at the end of its cache."""
+        batch = []
+        for lane, token in zip(self._lanes, self._tokens, strict=True):
+            cache, end = lane.cache, lane.cache.filled.long()
+            rows = Rows(token, end, self._words, end, cache.filled, self._one)
+            batch.append(ModuleRows(lane.lm, token, end, cache, rows, features, rated=True))
+        return lane.lm.run_lanes(batch)
+
+    def require_same(self) -> None:
+        """Forget the graph if the model's weights are elsewhere than when it was captured."""
+        self.graphs.require_same(self.weights_of.model)
+
+
 def is_guided(source: Drafter | None) -> bool:
     """Return whether a grammar guides this drafter."""
     while isinstance(source, Wrapped) and not isinstance(source, Guided):
@@ -607,8 +668,3 @@ def states_sizes(policy: TreePolicy | None) -> bool:
         return policy is not None and policy.rows > 0 and policy.passes > 0
     except NotImplementedError:
         return False
-
-
-def pad_to(values: Tensor, size: int) -> Tensor:
-    """Return the first `size` values, padded with 0."""
-    return pad(values, (0, size - len(values))) if len(values) < size else values[:size]

@@ -23,7 +23,7 @@ from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup, backend
 from specengine.engine import loading
-from specengine.engine.captured import CapturedDriver
+from specengine.engine.captured import CapturedDriver, CapturedLanes
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
 from specengine.errors import (
     EngineBusyError,
@@ -36,8 +36,10 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models import free_memory as free_memory
+from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
+from specengine.models.kv_cache import CachedTarget, LaneTarget
 from specengine.models.mtp import AssistantHead
-from specengine.models.native import PREFILL_ROWS, LaneTarget, NativeTarget, RowBatch
+from specengine.models.native import PREFILL_ROWS, NativeLane, NativeTarget
 from specengine.models.native.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
+# targets whose rows are run with those of others, by the class of one alone
+LANES: dict[type, type[LaneTarget]] = {NativeTarget: NativeLane, HuggingFaceTarget: ModuleLane}
 MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
 
 
@@ -292,16 +296,17 @@ class EngineState:
 class Pool:
     """Engines that share the weights of one, and answer at the same time.
 
-    Each has caches, a draft and a policy of its own. On the native forward their rows are run together: a cycle of all
-    of them costs little more than one text's. An answer is the same, bit for bit, whatever is answered beside it.
+    Each has caches, a draft and a policy of its own. Their rows are run together: a cycle of all of them costs little
+    more than one text's. On the native forward an answer is the same, bit for bit, whatever is answered beside it; on
+    modules up to rounding, where `strict` runs each alone.
 
     A prompt that begins like another text is copied from its cache as far as both agree, and not read again. An answer
     begins once the caches have room for it to the end; those of ended answers are kept until then.
 
     engine: stays usable by itself; count: texts at once; spare: engines more than that; memory: bytes that caches of
     target and draft may take for all texts, besides some hundred tokens of each that has none, by default half of what
-    is free. InputError for another target than the native forward, a draft that serves one text alone, or a text that
-    has no room even alone.
+    is free. InputError for a target whose rows stand alone (a dense mask, shared keys, states of modules), a draft that
+    serves one text alone, or a text that has no room even alone.
     """
 
     def __init__(
@@ -312,12 +317,14 @@ class Pool:
             "parallel",
             count,
             f"1 on {engine.target.backend or 'this target'}",
-            type(engine.target) is NativeTarget,
+            is_shared(engine.target),
         )
-        self.memory = free_memory() // 2 if memory is None else memory
-        self.scheduler = Scheduler(cast(NativeTarget, engine.target).lm)
+        self.memory = free_memory(engine.target.device) // 2 if memory is None else memory
+        self.scheduler = Scheduler(cast(CachedTarget, engine.target))
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count + spare)]
+        if engine.target.captured:
+            CapturedLanes([cast(ModuleLane, other.target) for other in self.engines])
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)
@@ -415,7 +422,7 @@ class Pool:
 
     def prefill(
         self, engine: EngineState, prompt: list[int], keep: int
-    ) -> Generator[RowBatch, None, Tensor | None]:
+    ) -> Generator[Any, None, Tensor | None]:
         """Take in a prompt behind its first `keep` tokens, in short pieces while there are other texts."""
         target = cast(LaneTarget, engine.target)
         return target.take_in(
@@ -452,7 +459,7 @@ class Pool:
         """Return an engine of the same parts with a state of its own."""
         draft = None if engine.drafter is None else drafters.another(engine.drafter)
         policy = None if engine.policy is None else dataclasses.replace(cast(Any, engine.policy))
-        target = LaneTarget(cast(NativeTarget, engine.target).lm)
+        target = LANES[type(engine.target)](cast(CachedTarget, engine.target))
         head = None if draft is None else getattr(drafters.innermost(draft), "head", None)
         if isinstance(head, AssistantHead):
             head.follow(target)
@@ -481,6 +488,11 @@ class Pool:
         answers = run_tasks(self.engines, self.scheduler, take)
         results = dict(progress_bar(answers, "Answers", getattr(prompts, "__len__", int)()))
         return [results[number] for number in range(len(results))]
+
+
+def is_shared(target: Target) -> bool:
+    """Return whether rows of several texts can be run together on a target like this one."""
+    return type(target) is NativeTarget or (type(target) is HuggingFaceTarget and target.lm.joins)
 
 
 def parallel_of(engine: EngineState, memory: int | None = None) -> int:

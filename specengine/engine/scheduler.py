@@ -21,8 +21,9 @@ from typing import Any
 
 from specengine.cycle import Lane, run_eager
 from specengine.cycle import result_of as result_of
-from specengine.models.kv_cache import in_own_dtype
-from specengine.models.native import NativeLM, RowBatch, one_torch_thread
+from specengine.models import SharedRows
+from specengine.models.kv_cache import CachedTarget
+from specengine.ops.cuda_graphs import sharing
 from specengine.records import Cycle, GenerationResult, StreamPiece
 
 # tokens of a prompt that are run at a time beside other texts; see `piece_at`
@@ -99,7 +100,7 @@ class SteppedAnswer(Iterator[Cycle]):
         # cycles that nobody has taken yet, and whether each is the last
         self.ready = deque[tuple[Cycle, bool]]()
         self.is_over = False  # whether the cycle that was taken is the last
-        self.need: Lane | RowBatch | None = None  # what it wants to be run; None: it waits
+        self.need: Lane | SharedRows | None = None  # what it wants to be run; None: it waits
         self.is_ended = False
         self._error: BaseException | None = None
         self._scheduler, self._steps = scheduler, steps
@@ -251,9 +252,11 @@ class SharedPace:
 class Scheduler:
     """Steps all answers of a pool. `turn` is held by the thread that does. Closing an answer takes it out."""
 
-    def __init__(self, lm: NativeLM) -> None:
+    def __init__(self, target: CachedTarget) -> None:
+        """target: one whose model runs the rows of all texts."""
         self.forwards, self.rows = 0, 0  # since it was made
-        self._lm = lm
+        self._lm = target.lm
+        self._running = sharing(target.device, target.running)
         self._last_forward: tuple[int, float] | None = None
         self.pace = SharedPace()
         self.turn = threading.Condition(threading.RLock())
@@ -269,7 +272,7 @@ class Scheduler:
     def step(self) -> list[SteppedAnswer]:
         """Run a cycle of each lane, and of prompts the pieces whose turn it is; return the answers that got on."""
         began = time.perf_counter()
-        with self.turn, in_own_dtype(one_torch_thread(), "cpu"):
+        with self.turn, self._running():
             answers = [
                 answer
                 for reference in self._answers
@@ -287,7 +290,7 @@ class Scheduler:
                 if isinstance(answer.need, Lane) and len(answer.ready) < MAX_READY
             ]
             pieces = self._pieces(
-                [answer for answer in answers if isinstance(answer.need, RowBatch)], bool(lanes)
+                [answer for answer in answers if isinstance(answer.need, SharedRows)], bool(lanes)
             )
             if lanes or pieces:
                 self._run(lanes, pieces, began)

@@ -15,6 +15,8 @@ from specengine.errors import UnsupportedModelError, require_supported
 from specengine.ops.select import LARGEST, top_children
 from specengine.ops.tree import TokenTree
 
+CPU = torch.device("cpu")
+
 
 class SharedRows:
     """Rows of one text that a model runs with those of other texts; what they give does not depend on these.
@@ -128,8 +130,10 @@ class Target(ModelFacts, ABC):
         """Forget all tokens."""
 
 
-def free_memory() -> int:
+def free_memory(device: torch.device = CPU) -> int:
     """Return the bytes of memory that may be had; more than any machine has where the system is silent."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(

@@ -62,6 +62,20 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return blank.masked_fill_(~mask, torch.finfo(dtype).min)[None, None]
 
 
+@dataclass(eq=False)
+class Joined:
+    """Visibility of the rows of several texts, each over a cache of its own.
+
+    caches, trees, counts: of each text, the latter the number of its rows; stored: keys and values in its cache of the
+    layer that runs
+    """
+
+    caches: list[KVCache]
+    trees: list[Rows | Prompt]
+    counts: list[int]
+    stored: list[Any] = field(default_factory=list)
+
+
 class NeedsDenseMask(Exception):
     """This attention has a term that the tree attention does not know; the model's own must run."""
 
@@ -74,11 +88,21 @@ def tree_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree: Prompt | Rows | None = None,
+    tree: Prompt | Rows | Joined | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend, called by transformers' AttentionInterface. Without `tree`, run transformers' SDPA; on a CPU, run
     `last_row_attention` for single rows that see everything."""
+    if isinstance(tree, Joined):
+        kwargs |= {"attention_mask": attention_mask, "dropout": dropout, "scaling": scaling}
+        texts = zip(query.split(tree.counts, 2), tree.stored, tree.trees, strict=True)
+        return torch.cat(
+            [
+                tree_attention_forward(module, rows, *stored, tree=own_tree, **kwargs)[0]
+                for rows, stored, own_tree in texts
+            ],
+            1,
+        ), None
     unknown = [
         name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None
     ]

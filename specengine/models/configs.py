@@ -21,6 +21,7 @@ from specengine.models.families import Family, Shape, config_at, scaled_context
 from specengine.models.families import stated as stated
 
 # Frequencies do not change with the length; for longrope, up to its original context.
+STEADY_ROPES = "default", "linear", "llama3", "yarn"  # frequencies do not change with the length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING
 _BY_LAYER = ("layer_types", "no_rope_layers", "layer_rope_theta")  # what configs list by layer

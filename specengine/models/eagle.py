@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,18 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specengine import ops
 from specengine.errors import require_input
+from specengine.models import fused
 from specengine.models.attention import Prompt, attend, note_places
 from specengine.models.configs import rope_of
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
-from specengine.models.twins import Packed, worth_packing
+from specengine.models.twins import Packed, is_changed, worth_packing
 
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-# those whose frequencies do not change with the length
-ROPE_TYPES = "default", "linear", "llama3", "yarn"
 DEFAULT_THETA = 10000.0
 # tokens that a fine-tune or padding adds; beyond, it is another model's vocabulary
 MAX_APPENDED = 1024
@@ -517,6 +517,7 @@ class TorchHead(EagleRunner):
         self.target_ids, self.weights = head.target_ids(), (head,)
         self._packed: Packed | None = Packed(head) if worth_packing(head, pack) else None
         self._runs: Any = head
+        self._fused = fused.FusedHead(head) if _fits(head, target.device) else None
         self.reads: tuple[Tensor, Tensor] = head.rope.tables(0, target.device)
         self._window = self.config.sliding_window or None
 
@@ -529,8 +530,20 @@ class TorchHead(EagleRunner):
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:
         hidden = self._runs.fuse(features.to(self.dtype))
         embeddings = embed_for(self.module, self._target, tokens)
-        attention = _PromptAttention(self.cache, self.cache.length, self._window)
-        self._runs(hidden[None], embeddings[None], positions[None], attention)
+        attends = partial(self._attend_prompt, self.cache.length)
+        self._runs(hidden[None], embeddings[None], positions[None], attends)
+
+    def _attend_prompt(self, before: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend from rows that follow `before` others, and store their keys and values; as of Attend."""
+        rows = key.shape[2]
+        keys, values = self.cache.slab[0, :, :, : before + rows]
+        keys[:, before:], values[:, before:] = key[0], value[0]
+        whole = not before and (self._window is None or self._window >= rows)
+        if whole and query.device.type == "cpu":
+            return causal(query, key, value)
+        groups = query.shape[1] // key.shape[1]
+        mask = Prompt(before).packed_mask(rows, groups, query, self._window)
+        return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
     def forward(
         self,
@@ -544,44 +557,42 @@ class TorchHead(EagleRunner):
             self.refresh()
         if features is not None:
             states = self._runs.fuse(features.to(self.dtype))
-        hidden, embeddings = self._inputs(states, sources, rows)
-        inputs = hidden, embeddings.to(self.dtype), rows.positions
         if self._window is not None:
             note_places(self.cache, rows)
-        attention = _RowAttention(self.cache, rows, self.reads, self._window)
-        recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
-        recurrent = recurrent if one is None else recurrent.index_select(0, one)
-        logits = self._runs.logits(recurrent)
-        return self._target.head(
-            self._runs.readout(recurrent)
-        ) if logits is None else logits, recurrent
-
-    def _inputs(self, states: Tensor, sources: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         table = getattr(self._target, "table", None)  # none of a model whose weights are packed
         if self.config.own_embeddings:
             table = self.module.embed_tokens.weight
-        if table is None:
-            return states.index_select(0, sources), self._target.embed(rows.tokens)
-        return ops.gather_rows(states, sources, table, rows.tokens)
+        if self._fused is not None and table is not None and table.dtype is self.dtype:
+            turn, slab = ops.Rotation(*self.reads), self.cache.slab[0]
+            recurrent, read = self._fused.run(
+                states, sources, table, rows, turn, slab, self._window, one
+            )
+        else:
+            if table is None:
+                hidden, embeddings = (
+                    states.index_select(0, sources),
+                    self._target.embed(rows.tokens),
+                )
+            else:
+                hidden, embeddings = ops.gather_rows(states, sources, table, rows.tokens)
+            inputs = hidden, embeddings.to(self.dtype), rows.positions
+            attention = _RowAttention(self.cache, rows, self.reads, self._window)
+            recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
+            recurrent = recurrent if one is None else recurrent.index_select(0, one)
+            read = self._runs.readout(recurrent)
+        layer = self._runs.vocabulary_head()
+        return self._target.head(read) if layer is None else layer(read), recurrent
 
 
-class _PromptAttention:
-    """Attention of consecutive rows that follow `before` others; their keys and values go to the cache."""
-
-    def __init__(self, cache: KVCache, before: int, window: int | None) -> None:
-        self.slab, self.before, self.window = cache.slab[0], before, window
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = key.shape[2]
-        keys, values = self.slab[:, :, : self.before + rows]
-        keys[:, self.before :], values[:, self.before :] = key[0], value[0]
-        whole = not self.before and (self.window is None or self.window >= rows)
-        if whole and query.device.type == "cpu":
-            return causal(query, key, value)
-        mask = Prompt(self.before).packed_mask(
-            rows, query.shape[1] // key.shape[1], query, self.window
-        )
-        return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
+def _fits(head: EagleHead, device: torch.device) -> bool:
+    """Return whether rows of this head are run by the ops of fused layers, which a backend has there."""
+    return (
+        device.type in fused.DEVICES
+        and type(head) in (Eagle1Head, Eagle3Head)
+        and type(cast(Any, head.layers[0]).mlp.act_fn) in fused.ACTIVATIONS
+        and not any(map(is_changed, head.modules()))
+        and ops.is_served(fused.OF_HEADS, device)
+    )
 
 
 class _RowAttention:

@@ -1,4 +1,4 @@
-"""Decoder layers of a transformers model by few operations: 9 to 12 launches a layer on a device instead of 41.
+"""Decoder layers by few operations: 9 to 12 launches a layer on a device instead of 41.
 
 Between its products a layer is an RMS norm with the residual sum, the rotation with the cache write, attention, another
 norm with the sum, and the gate of its MLP: one op each, in the arithmetic of the modules, row by row. Embeddings,
@@ -12,7 +12,9 @@ import copy
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,15 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from specengine import ops
-from specengine.models.attention import Prompt, attend, tree_attention_forward
+from specengine.models.attention import Joined, Prompt, attend, tree_attention_forward
+from specengine.models.configs import STEADY_ROPES
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.twins import QuantizedLinear, is_changed
 from specengine.ops import Rotation
 
 DEVICES: tuple[str, ...] = ("cuda",)
 OPS = ("add_rms_norm", "rope_store", "silu_mul")
+OF_HEADS = ("gather_norms", *OPS)
 # by transformers' model type
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 ACTIVATIONS = (type(ACT2FN["silu"]), nn.SiLU)
@@ -124,6 +128,11 @@ class Products:
         sizes = [cast(nn.Linear, layer).out_features for layer in self._parts]
         return torch.split(self._product(states), sizes, -1)
 
+    def heads(self, states: Tensor, size: int) -> list[Tensor]:
+        """Return the products of rows as heads of `size` channels, [heads, rows, size] each."""
+        rows = len(states)
+        return [product.view(rows, -1, size).transpose(0, 1) for product in self(states)]
+
 
 @dataclass
 class _Layer:
@@ -147,12 +156,20 @@ class _Place:
     cosines: Tensor
     sines: Tensor
 
+    @property
+    def rows(self) -> int:
+        return len(self.index)
+
 
 class Fused:
     """The fused forward of a model, a twin of which has the modules. merge: see Products."""
 
     def __init__(self, model: PreTrainedModel, *, merge: bool) -> None:
         self._model, self._decoder = model, cast(Any, model).model
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        self._steady = rope.get("rope_type") in STEADY_ROPES
+        # tables of all positions, by cache: a position is never beyond its slot, and graphs read them with its slots
+        self._lasting = WeakKeyDictionary[KVCache, tuple[Tensor, Tensor]]()
         self._layers = []
         for index, layer in enumerate(self._decoder.layers):
             attention, mlp = layer.self_attn, layer.mlp
@@ -170,17 +187,21 @@ class Fused:
         tokens: Tensor,
         positions: Tensor,
         cache: KVCache,
-        tree: Rows | Prompt,
+        tree: Rows | Prompt | Joined,
         features: tuple[int, ...] = (),
         keep: Tensor | slice | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of the rows to keep, by default all, and the features of all, as CausalLM.forward does."""
         states = self._decoder.embed_tokens(tokens)
-        place = self._place(states, positions, cache, tree)
+        if isinstance(tree, Joined):
+            pieces = (rows.split(tree.counts) for rows in (states, positions))
+            places = [*map(self._place, *pieces, tree.caches, tree.trees)]
+        else:
+            places = [self._place(states, positions, cache, tree)]
         residual: Tensor | None = None
         hidden_states = list[Tensor]()
         for layer in self._layers:
-            states, residual, entered = self._layer(layer, states, residual, place)
+            states, residual, entered = self._layer(layer, states, residual, places)
             hidden_states.append(entered)
         normed = self._last(states, residual)
         hidden_states.append(normed)
@@ -196,10 +217,13 @@ class Fused:
         self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt
     ) -> _Place:
         rows, device = len(states), states.device
-        cosines, sines = self._decoder.rotary_emb(states[None], positions[None])
-        tables = [
-            table[0, :, : table.shape[-1] // 2].float().contiguous() for table in (cosines, sines)
-        ]
+        if self._steady and isinstance(tree, Rows):
+            tables = self._lasting.get(cache)
+            if tables is None or len(tables[0]) != cache.capacity:
+                every = torch.arange(cache.capacity, device=device, dtype=torch.int64)
+                tables = self._lasting[cache] = self._tables(states, every)
+            return _Place(cache.slab, tree, tree.slot, tree.live, 0, positions, *tables)
+        tables = self._tables(states, positions)
         index = torch.arange(rows, device=device, dtype=torch.int64)  # the tables are of these rows
         if isinstance(tree, Rows):
             return _Place(cache.slab, tree, tree.slot, tree.live, 0, index, *tables)
@@ -208,23 +232,37 @@ class Fused:
             cache.slab, tree, cache.filled.long(), live, tree.before + rows, index, *tables
         )
 
+    def _tables(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines as the modules have them at these positions, float32 [positions, size / 2]."""
+        tables = self._decoder.rotary_emb(states[None], positions[None])
+        cosines, sines = (table[0].chunk(2, -1)[0].float().contiguous() for table in tables)
+        return cosines, sines
+
     def _layer(
-        self, layer: _Layer, states: Tensor, residual: Tensor | None, place: _Place
+        self, layer: _Layer, states: Tensor, residual: Tensor | None, places: list[_Place]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the MLP adds, the sum that it is added to, and the sum that the layer began with."""
         before, after = layer.module.input_layernorm, layer.module.post_attention_layernorm
         normed, entered = ops.add_rms_norm(states, residual, before.weight, before.variance_epsilon)
-        attended = self._attended(layer, normed, place)
+        attended = self._attended(layer, normed, places)
         normed, total = ops.add_rms_norm(attended, entered, after.weight, after.variance_epsilon)
         return layer.module.mlp.down_proj(ops.silu_mul(*layer.gates(normed))), total, entered
 
-    def _attended(self, layer: _Layer, normed: Tensor, place: _Place) -> Tensor:
+    def _attended(self, layer: _Layer, normed: Tensor, places: list[_Place]) -> Tensor:
         attention = layer.module.self_attn
-        rows, size = len(normed), attention.head_dim
-        query, key, value = (
-            projected.view(rows, -1, size).transpose(0, 1)
-            for projected in layer.projections(normed)
-        )
+        heads = layer.projections.heads(normed, attention.head_dim)
+        if len(places) == 1:
+            wide = self._attend(layer, *heads, places[0])
+        else:
+            texts = (states.split([place.rows for place in places], 1) for states in heads)
+            wide = torch.cat([*map(partial(self._attend, layer), *texts, places)])
+        return cast(Tensor, attention.o_proj(wide.reshape(len(normed), -1)))
+
+    def _attend(
+        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, place: _Place
+    ) -> Tensor:
+        """Store the keys and values of a text's rows, and attend from them; returns [rows, heads, head size]."""
+        attention = layer.module.self_attn
         norms = _head_norms(attention)
         eps = norms[0].variance_epsilon if norms else 0.0
         q_weight, k_weight = [norm.weight for norm in norms] or (None, None)
@@ -233,20 +271,18 @@ class Fused:
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
         if isinstance(place.tree, Rows):
             heads = attend(query, slab[0], slab[1], place.tree, attention.scaling, layer.window)
-            wide = heads.transpose(0, 1)
-        else:
-            keys, values = slab[:, None, :, : place.end]
-            wide, _ = tree_attention_forward(
-                attention,
-                query[None],
-                keys,
-                values,
-                None,
-                scaling=attention.scaling,
-                tree=place.tree,
-                sliding_window=layer.window,
-            )
-        return cast(Tensor, attention.o_proj(wide.reshape(rows, -1)))
+            return heads.transpose(0, 1)
+        keys, values = slab[:, None, :, : place.end]
+        return tree_attention_forward(
+            attention,
+            query[None],
+            keys,
+            values,
+            None,
+            scaling=attention.scaling,
+            tree=place.tree,
+            sliding_window=layer.window,
+        )[0][0]
 
     def _last(self, states: Tensor, residual: Tensor | None) -> Tensor:
         norm = self._decoder.norm
@@ -261,7 +297,7 @@ class Fused:
         place = self._place(hidden[0], positions, cache, tree)
         share, rounding = SHARES[hidden[0].dtype]
         for layer, entered, expected in zip(self._layers, hidden, hidden[1:], strict=False):
-            added, total, _ = self._layer(layer, entered, None, place)
+            added, total, _ = self._layer(layer, entered, None, [place])
             last = layer is self._layers[-1]
             fused = (self._last(added, total) if last else total + added).float()
             change = expected.float() if last else expected.float() - entered.float()
@@ -276,6 +312,66 @@ class Fused:
                     f"{float(over / change.norm()):.2g} of its change"
                 )
         return ""
+
+
+class FusedHead:
+    """The fused rows of an EAGLE head, whose products over one input become one; see models.eagle for its network."""
+
+    def __init__(self, head: Any) -> None:
+        self._head, self._layer = head, head.layers[0]
+        attention, mlp = self._layer.self_attn, self._layer.mlp
+        inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self._projections = Products(inputs, merge=True)
+        self._gates = Products([mlp.gate_proj, mlp.up_proj], merge=True)
+
+    def run(
+        self,
+        states: Tensor,
+        sources: Tensor,
+        table: Tensor,
+        rows: Rows,
+        turn: Rotation,
+        slab: Tensor,
+        window: int | None,
+        one: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the recurrent states of rows, or of the row `one` alone, and what the vocabulary head reads of them.
+
+        states, sources, table: as of `ops.gather_rows`; turn: the head's tables; slab: [2, KV heads, slots, head size].
+        """
+        head, attention = self._head, self._layer.self_attn
+        inputs, residual = self._entered(states, sources, table, rows.tokens)
+        query, key, value = self._projections.heads(inputs, attention.head_dim)
+        if head.config.qk_norm:
+            first, second = attention.q_norm, attention.k_norm
+            turn = turn._replace(q_norm=first.weight, k_norm=second.weight, eps=first.eps)
+        query = ops.rope_store(query, key, value, rows.positions, turn, slab, rows.slot, rows.live)
+        heads = attend(query, slab[0], slab[1], rows, window=window)
+        attended = attention.o_proj(heads.transpose(0, 1).reshape(len(rows), -1))
+        after = self._layer.post_attention_layernorm
+        normed, total = ops.add_rms_norm(attended, residual, after.weight, after.eps)
+        added = self._layer.mlp.down_proj(ops.silu_mul(*self._gates(normed)))
+        if one is not None:
+            added, total = added.index_select(0, one), total.index_select(0, one)
+        if head.config.version == 1 or not (head.config.norm_recurrent or head.config.norm_logits):
+            total = total + added
+            return total, total
+        normed, total = ops.add_rms_norm(added, total, head.norm.weight, head.norm.eps)
+        return normed if head.config.norm_recurrent else total, normed
+
+    def _entered(
+        self, states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the attention reads, [n, width], and the residual, [n, hidden size]."""
+        if self._head.config.version == 1:
+            hidden, embeddings = ops.gather_rows(states, sources, table, tokens)
+            fused = self._head.fc(torch.cat([embeddings, hidden], -1))
+            return fused, fused
+        first, second = self._layer.input_layernorm, self._layer.hidden_norm
+        inputs, hidden = ops.gather_norms(
+            states, sources, table, tokens, (first.weight, second.weight), first.eps
+        )
+        return inputs, inputs.chunk(2, -1)[1] if self._layer.norm_before_residual else hidden
 
 
 def _window(attention: nn.Module) -> int | None:

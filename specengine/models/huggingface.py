@@ -1,9 +1,13 @@
 """Any Hugging Face causal LM, as a function from tree rows to logits and as the target."""
 
+from __future__ import annotations
+
 import inspect
 import math
 import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,9 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine import ops
 from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
-from specengine.models import fused
+from specengine.models import SharedRows, fused
 from specengine.models.attention import (
     ATTENTION,
+    Joined,
     NeedsDenseMask,
     Prompt,
     additive,
@@ -29,6 +34,7 @@ from specengine.models.kv_cache import (
     CachedTarget,
     CacheLayout,
     KVCache,
+    LaneTarget,
     Logits,
     Rows,
     in_own_dtype,
@@ -45,6 +51,7 @@ from specengine.models.refusals import (
 )
 from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
 from specengine.ops import Nodes
+from specengine.ops.cuda_graphs import room
 from specengine.ops.tree import TokenTree
 
 # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
@@ -91,6 +98,24 @@ class _PaddedSlabView(_SlabView):
         return keys, values
 
 
+class _JoinedView(_SlabView):
+    """Views of the caches of several texts: `update` writes the rows of each, and gives them as they came."""
+
+    def __init__(self, joined: Joined) -> None:
+        super().__init__(joined.caches[0], 0, 0)
+        self._joined = joined
+        texts = zip(joined.caches, joined.trees, joined.counts, strict=True)
+        self._views = [slab_view(*text, dense=False) for text in texts]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
+        both = (states.split(self._joined.counts, 2) for states in (key_states, value_states))
+        texts = zip(self._views, *both, strict=True)
+        self._joined.stored = [view.update(*states, layer_idx) for view, *states in texts]
+        return key_states, value_states
+
+
 def recorded(cache: DynamicCache) -> dict[int, tuple[Any, ...]]:
     """Return by layer what it has put there: heads, sizes of a key and of a value, their dtype and device."""
     layers = enumerate(cast(Any, cache).layers)
@@ -107,8 +132,10 @@ def recorded(cache: DynamicCache) -> dict[int, tuple[Any, ...]]:
     }
 
 
-def slab_view(cache: KVCache, tree: Rows | Prompt, rows: int, *, dense: bool) -> _SlabView:
+def slab_view(cache: KVCache, tree: Rows | Prompt | Joined, rows: int, *, dense: bool) -> _SlabView:
     """Return the view for a forward of `rows` rows; dense: of static shapes on no device, as its mask is not."""
+    if isinstance(tree, Joined):
+        return _JoinedView(tree)
     if isinstance(tree, Prompt):
         return _SlabView(cache, tree.before, rows)
     return (
@@ -116,6 +143,28 @@ def slab_view(cache: KVCache, tree: Rows | Prompt, rows: int, *, dense: bool) ->
         if dense or ops.is_free(tree.slot)
         else _PaddedSlabView(cache, tree)
     )
+
+
+@dataclass(eq=False)
+class ModuleRows(SharedRows):
+    """Rows of one text for `CausalLM.run_lanes`, which fills their results; their slots in the cache are free.
+
+    tokens, positions  int64 [rows]
+    tree               what they see
+    features           hidden states that are asked for, as in `CausalLM.forward`
+    rated              whether logits are wanted
+    logits, states     the results, as of `CausalLM.forward`
+    """
+
+    model: CausalLM
+    tokens: Tensor
+    positions: Tensor
+    cache: KVCache
+    tree: Rows | Prompt
+    features: tuple[int, ...] = ()
+    rated: bool = False
+    logits: Tensor | None = None
+    states: Tensor | None = None
 
 
 class TwinModules:
@@ -151,7 +200,7 @@ class TwinModules:
         tokens: Tensor,
         positions: Tensor,
         cache: KVCache,
-        tree: Rows | Prompt,
+        tree: Rows | Prompt | Joined,
         features: tuple[int, ...] = (),
         keep: Tensor | slice | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +208,7 @@ class TwinModules:
         # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
         arguments: dict[str, Any] = {"attention_mask": self.dummy_mask, "tree": tree}
         if self.dense:
-            arguments = {"attention_mask": self._mask(tree, len(tokens))}
+            arguments = {"attention_mask": self._mask(cast(Any, tree), len(tokens))}
         if keep is not None and self.keeps_rows:
             arguments["logits_to_keep"] = 1 if isinstance(keep, slice) else keep
         if features:
@@ -349,6 +398,13 @@ class CausalLM:
             note_places(cache, rows)
 
     @property
+    def joins(self) -> bool:
+        """Return whether rows of several texts can be one forward: layers read their own keys, by positions."""
+        twin = self._twin
+        shared = getattr(self.config, "num_kv_shared_layers", 0)
+        return not (twin.dense or shared) and "position_ids" in twin.accepts
+
+    @property
     def attention(self) -> str:
         """`tree` (ops.tree_attention) or `dense mask` (the model's own eager attention)."""
         return "dense mask" if self._twin.dense else "tree"
@@ -464,6 +520,46 @@ class CausalLM:
         outputs = self._runner.run(rows.tokens, positions, cache, rows, features, one)
         self.seconds += time.perf_counter() - began
         return outputs
+
+    def rows_of(
+        self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
+    ) -> ModuleRows:
+        """Return the next tokens of a text as rows for `run_lanes`, with room in its cache."""
+        start, end = cache.length, cache.length + len(tokens)
+        cache.reserve(end)
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        positions = torch.arange(start, end, dtype=torch.int64, device=self.device)
+        return ModuleRows(self, ids, positions, cache, Prompt(start), features)
+
+    def run_lanes(self, batch: Sequence[ModuleRows]) -> tuple[Tensor, Tensor | None]:
+        """Run rows of several texts in one forward, and fill their results. Caches are the texts' own.
+
+        Returns the logits of all that want them, and the features of all.
+        """
+        began = time.perf_counter()
+        batch = sorted(batch, key=lambda rows: rows.rated)  # logits are those of the last rows
+        counts = [len(rows.tokens) for rows in batch]
+        for rows in batch:
+            if isinstance(rows.tree, Rows):
+                self._note_places(rows.cache, rows.tree)
+        tokens = torch.cat([rows.tokens for rows in batch])
+        positions = torch.cat([rows.positions for rows in batch]).clamp(max=self.max_context - 1)
+        joined = Joined([rows.cache for rows in batch], [rows.tree for rows in batch], counts)
+        features = max((rows.features for rows in batch), key=len)
+        unrated = sum(len(rows.tokens) for rows in batch if not rows.rated)
+        keep = torch.arange(unrated, len(tokens), dtype=torch.int64, device=self.device)
+        logits, states = self._runner.run(
+            tokens, positions, batch[0].cache, joined, features, keep if unrated else None
+        )
+        self.seconds += time.perf_counter() - began
+        end = 0
+        for rows, count in zip(batch, counts, strict=True):
+            first, end = end, end + count
+            if rows.features and states is not None:
+                rows.states = states[first:end]
+            if rows.rated:
+                rows.logits = logits[first - unrated : end - unrated]
+        return logits, states
 
     def require_capture(self) -> None:
         """Raise UnsupportedModelError, with the reason, where `forward` cannot be captured in a graph."""
@@ -591,7 +687,7 @@ class HuggingFaceTarget(CachedTarget):
     ) -> None:
         """merge: see CausalLM; reason: why it is not the native forward, or not graphs, that run this model, for
         people."""
-        self.reason, self.captured = reason, captured
+        self.reason, self.captured, self.pads = reason, captured, captured
         super().__init__(self.makes(model, pack=pack, merge=merge))
         if captured:
             self.lm.require_capture()
@@ -635,24 +731,36 @@ class HuggingFaceTarget(CachedTarget):
         return in_own_dtype(running, self.device.type)
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        rows = self._run(tree, greedy=False)
+        return cast(Tensor, rows.logits), rows.states
+
+    def _rows(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
+        """Return the nodes of a tree as rows after the committed tokens."""
         if ops.is_free(tree.size):
             tree = tree.trimmed()
         if ops.is_free(self.cache.filled):
             self.cache.reserve(self.cache.length + tree.capacity + self.strict_rows)
         rows = Rows.of(tree, self.cache.filled)
-        if not self.strict_rows:
-            return self.lm.forward(rows, self.cache, self._features)
-        firsts, most = range(0, len(rows), self.strict_rows), self.strict_rows
-        pieces = [rows.strict_piece(first, most, padded=self.captured) for first in firsts]
-        outputs = [self.lm.forward(piece, self.cache, self._features) for piece in pieces]
+        text = rows.tokens, rows.positions, self.cache, rows, self._features
+        return ModuleRows(self.lm, *text, rated=True)
+
+    def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
+        batch = self._rows(tree, greedy=greedy)
+        rows, most = cast(Rows, batch.tree), self.strict_rows
+        firsts = range(0, len(rows), most or len(rows))
+        pieces = [rows.strict_piece(first, most, padded=self.pads) for first in firsts]
+        outputs = [
+            self.lm.forward(piece, self.cache, self._features)
+            for piece in (pieces if most else [rows])
+        ]
         logits, features = zip(*outputs, strict=True)
-        return torch.cat(logits)[: len(rows)], torch.cat(features)[
-            : len(rows)
-        ] if self._features else None
+        batch.logits = torch.cat(logits)[: len(rows)]
+        batch.states = torch.cat(features)[: len(rows)] if self._features else None
+        return batch
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt; under graphs in rows of few numbers, as libraries plan each number anew."""
-        padding = -len(tokens) % PADDED_ROWS if self.captured else 0
+        padding = -len(tokens) % PADDED_ROWS if self.pads else 0
         features = super()._extend([*tokens, *[0] * padding])
         self.cache.crop(self.cache.length - padding)
         return features if features is None else features[: len(tokens)]
@@ -660,6 +768,41 @@ class HuggingFaceTarget(CachedTarget):
     def keep(self, path: Nodes) -> None:
         """Keep the accepted nodes of the tree verified last, as `commit` does. The caller sets `tokens` afterwards."""
         self.cache.keep(path)
+
+
+class ModuleLane(LaneTarget, HuggingFaceTarget):
+    """One of several HuggingFaceTargets over a CausalLM. What is strict runs alone, and copies no other's cache.
+
+    joined: what runs rows of all of them in its place, an engine.captured.CapturedLanes, or None
+    """
+
+    joined: Any = None
+
+    def ask(self, tree: TokenTree, *, greedy: bool) -> SharedRows | None:
+        if self.strict_rows:
+            return None
+        rows = super().ask(tree, greedy=greedy)
+        cast(SharedRows, rows).model = self.joined or self.lm
+        return rows
+
+    def reserve(self, tokens: int, scratch: int) -> None:
+        super().reserve(room(tokens + scratch), 0)  # a larger cache means another capture
+
+    def cached(self, tokens: list[int]) -> int:
+        count = super().cached(tokens)
+        if self.joined is not None:
+            self.joined.require_same()
+        return count
+
+    def take_in(
+        self, tokens: list[int], keep: int, size: Callable[[int], int]
+    ) -> Generator[Any, None, Tensor | None]:
+        if self.strict_rows:
+            return self.prefill(tokens, keep)
+        return (yield from super().take_in(tokens, keep, size))
+
+    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
+        return 0 if self.strict_rows else super().shares(other, tokens)
 
 
 STRICT_ROWS = (32, 16, 8, 4, 2)

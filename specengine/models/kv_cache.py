@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine import ops
-from specengine.models import Target
+from specengine.models import SharedRows, Target, common_prefix
 from specengine.ops import WORD_BITS, Nodes, Paths
 from specengine.ops.tree import TokenTree
 
@@ -234,7 +234,9 @@ class Rows:
         """Return a tree's rows, which follow the `filled` slots of a cache, int32 [1] on the device of the rows."""
         tree_tensors = tree.tokens, tree.depths, tree.ancestors, tree.size
         tokens, depths, words, live = (array.to(filled.device) for array in tree_tensors)
-        return cls(tokens, depths + filled, words, filled.long(), filled, live)
+        rows = cls(tokens, depths + filled, words, filled.long(), filled, live)
+        rows.seen = live
+        return rows
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -411,6 +413,10 @@ class CachedTarget(Target):
         self.tokens = list(tokens)
         return features
 
+    def _after_mark(self, tokens: int) -> int:
+        """Return how many of the last `tokens` of a prompt are run after its mark."""
+        return 0
+
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt; return its features."""
         return self.lm.extend(self.cache, tokens, self._features, logits="none")[1]
@@ -430,6 +436,77 @@ class CachedTarget(Target):
     def reset(self) -> None:
         self.cache.crop(0)
         self.tokens = []
+
+
+class LaneTarget(CachedTarget):
+    """One of several targets over a model, whose rows are run with those of the others by its `run_lanes`.
+
+    A subclass adds it to a target whose `verify` and `choose` run what `_rows` returns by `_run`.
+
+    others  texts that are answered at present, this one left out
+    """
+
+    others = 0
+    _rows: Callable[..., Any]
+    _asked: Any = None  # rows of the next tree, where they were run with those of others
+
+    def __init__(self, target: CachedTarget) -> None:
+        """target: the one that it joins. It counts no experts, as rows of all texts are counted at once."""
+        fresh = {"cache": target.lm.new_cache(1), "tokens": [], "captured": False, "counts": False}
+        vars(self).update(vars(target), **fresh)
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the thread that steps all texts is in the context of one of them
+
+    def ask(self, tree: TokenTree, *, greedy: bool) -> SharedRows | None:
+        """Return the rows of a tree, to be run before `choose` is called with it, or `verify` if not `greedy`."""
+        self._asked = self._rows(tree, greedy=greedy)
+        return cast(SharedRows, self._asked)
+
+    def _run(self, tree: TokenTree, *, greedy: bool) -> Any:
+        rows, self._asked = self._asked, None
+        return rows or super()._run(tree, greedy=greedy)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        super().reset()
+        self._asked = None
+
+    def take_in(
+        self, tokens: list[int], keep: int, size: Callable[[int], int]
+    ) -> Generator[Any, None, Tensor | None]:
+        """Run a prompt as `prefill` does, in pieces: yield the rows of each, which are run before it goes on.
+
+        size: returns the tokens of a piece by the tokens before it. Closed between two pieces, it keeps what was run.
+        """
+        self.cache.crop(keep)
+        self.tokens = tokens[: self.cache.length]
+        mark = len(tokens) - self._after_mark(len(tokens) - self.cache.length)
+        states: list[Tensor] = []
+        for end in dict.fromkeys((mark, len(tokens))):
+            while (start := self.cache.length) < end:
+                rows = cast(Any, self.lm).rows_of(
+                    tokens[start : min(end, start + size(start))], self.cache, self._features
+                )
+                yield rows
+                self.cache.length = start + len(rows.tokens)
+                self.tokens = tokens[: self.cache.length]
+                states += [] if rows.states is None else [rows.states]
+            if end == mark:
+                self.cache.mark()
+        return torch.cat(states) if states else None
+
+    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
+        """Return how many of the first `tokens` another cache holds that can be copied."""
+        return (
+            0
+            if self.cache.states or other._version != self.lm.version
+            else common_prefix(other.tokens, tokens)
+        )
+
+    def copy_from(self, other: LaneTarget, count: int) -> None:
+        """Become what another one is after its first `count` tokens. Both have the same weights."""
+        self.cache.copy_from(other.cache, count)
+        self.tokens, self._version = other.tokens[:count], other._version
 
 
 def in_own_dtype(

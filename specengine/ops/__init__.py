@@ -15,7 +15,7 @@ padding. So the same ops serve the eager driver, which reads counts, and the cap
 import importlib
 from functools import partial
 
-from specengine.ops._meanings import WORD_BITS, doubled, own_bits, precision
+from specengine.ops._meanings import WORD_BITS, doubled, own_bits, padded, precision
 from specengine.ops._registry import (
     OPS,
     VARIABLE,
@@ -57,6 +57,7 @@ from specengine.ops.networks import (
     best_action,
     classify_paths,
     classify_row,
+    gather_norms,
     mlp,
     packed_linear,
     silu_mul,
@@ -87,6 +88,7 @@ from specengine.ops.tree import (
     is_free,
     level_rows,
     number,
+    record_walk,
     root_rows,
     row_of,
     select_best,
@@ -174,6 +176,7 @@ __all__ = [
     "couple",
     "doubled",
     "extract",
+    "gather_norms",
     "gather_rows",
     "grow_likely",
     "held",
@@ -191,9 +194,11 @@ __all__ = [
     "own_bits",
     "pack_mask",
     "packed_linear",
+    "padded",
     "philox4x32",
     "philox_uniform",
     "precision",
+    "record_walk",
     "root_rows",
     "rope_store",
     "row_of",

@@ -101,5 +101,6 @@ def order_keys(values: Tensor) -> Tensor:
 
 
 def padded(values: Tensor, size: int) -> Tensor:
-    """Append zeros up to this size."""
-    return pad(values, (0, size - values.shape[0]))
+    """Return the first `size` values, padded with zeros."""
+    missing = size - values.shape[0]
+    return pad(values, (0, missing)) if missing > 0 else values[:size]

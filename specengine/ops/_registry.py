@@ -17,7 +17,7 @@ from specengine.errors import BackendError
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
-INTERFACE = 21  # as in csrc/ops_binding.cpp
+INTERFACE = 22  # as in csrc/ops_binding.cpp
 OPS: dict[str, Callable[..., Any]] = {}
 
 Implementation = Callable[..., Any]

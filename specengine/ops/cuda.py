@@ -99,7 +99,8 @@ class LevelArgs(ctypes.Structure):
         ("rounds", _L),
         ("max_passes", _L),
         ("out", _P * 2),
-        ("begins", _L),
+        ("skipped", _P),
+        ("patience", _L),
     )
 
 
@@ -352,14 +353,18 @@ def start_search(
     rounds: int,
     free: Source,
     asked: tuple[int, float],
+    skipped: Tensor,
+    patience: int,
 ) -> Tensor:
     args = _level(tree, (size, size, size), state, Limits(0.0, 0, rounds, 1))
     if args is None:
-        return by_meaning(worth.start_search, tree, size, state, rounds, free, asked)
-    ids, pays = _nodes(args.width, size.device)
-    args.begins, args.out = 1, (_P * 2)(ids.data_ptr(), pays.data_ptr())
+        search = worth.start_search
+        return by_meaning(search, tree, size, state, rounds, free, asked, skipped, patience)
+    ids, drafts = _nodes(args.width, size.device)
+    args.out, args.skipped = _addresses(ids, drafts), skipped.data_ptr()
+    args.patience = patience
     launch(LEVEL, (args,), size.device, level_bytes(args))
-    return pays
+    return drafts
 
 
 def grow_likely(
@@ -379,7 +384,8 @@ def grow_likely(
     stated, columns = (part.contiguous() for part in top_children(logits, PLACES, normalized))
     nodes = frontier.ids.contiguous()
     token_ids = None if token_ids is None else token_ids.contiguous()
-    nodes_out = _nodes(args.width, device)
+    stands = 1 < len(nodes) == args.width and frontier.ids.is_contiguous()
+    nodes_out = frontier if stands else _nodes(args.width, device)
     args.frontier, args.children = _addresses(nodes, frontier.live), _addresses(stated, columns)
     args.ids_and_marks, args.out = _addresses(token_ids, marks), _addresses(*nodes_out)
     args.stride = 0 if marks is None else marks.stride(0)

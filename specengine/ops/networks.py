@@ -10,6 +10,7 @@ from torch.nn.functional import linear, pad, silu
 
 from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
+from specengine.ops.choose import gather_rows
 from specengine.ops.select import top_children, top_entropy
 
 ACTIVATIONS = ("relu", "tanh")
@@ -243,6 +244,36 @@ def packed_linear(states: Tensor, weight: QuantizedWeight, bias: Tensor | None =
     if run := kernels.packed_linear[states.device]:
         return run(states, weight, bias)
     return linear(states, weight.numbers().to(states.dtype), bias)
+
+
+@op
+def gather_norms(
+    states: Tensor,
+    sources: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Gather the inputs of a draft pass as `gather_rows`; return their RMS norms side by side, and the states.
+
+    states: [rows, H]; table: [vocabulary, H]; sources, tokens: int64 [n]; weights: [H] of the norm of the embeddings,
+    which come first, and of that of the states; one dtype. Returns [n, 2 * H] and [n, H].
+    """
+    refuse_unless(
+        len({tensor.dtype for tensor in (states, table, *weights)}) == 1,
+        "states, table, weights",
+        "one dtype",
+        states,
+        table,
+        *weights,
+    )
+    require("sources: int64 [n]; tokens: int64 [n]", sources, tokens)
+    if run := kernels.gather_norms[states.device]:
+        return run(states, sources, table, tokens, weights, eps)
+    rows, embeddings = gather_rows(states, sources, table, tokens)
+    normed = rms_norm(embeddings, weights[0], eps), rms_norm(rows, weights[1], eps)
+    return torch.cat(normed, -1), rows
 
 
 @op

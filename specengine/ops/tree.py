@@ -31,6 +31,7 @@ WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
 NOT_THERE = "parents: must be among the nodes that are there"
 WRONG_SUBTREE = "nodes: must be ascending, start with the root and contain every node's parent"
 WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
+NUMBERS = 7  # of a record, before its lists
 FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
 
 Number = int | float | Tensor  # a tensor has one element, on a device
@@ -65,6 +66,11 @@ def held(value: Number, dtype: torch.dtype = torch.int32) -> Tensor:
 @lru_cache(maxsize=1024)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
     return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
+@cache  # for good: captured graphs read them
+def _lasting(value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1,), value, dtype=dtype, device=device)
 
 
 def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -119,7 +125,7 @@ class Nodes(NamedTuple):
         known = number(flag) if isinstance(flag, Tensor) else flag
         if isinstance(known, Tensor):
             return Nodes(self.ids, self.live * known)
-        return self if known else Nodes(self.ids, torch.zeros_like(self.live))
+        return self if known else Nodes(self.ids, _lasting(0, torch.int32, self.live.device))
 
     def unless(self, flag: Flag) -> Nodes:
         """Return these nodes, or none where the flag is up."""
@@ -413,6 +419,45 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
 
 
 @op
+def record_walk(
+    verified: Arrays,
+    walked: Walked,
+    nodes: Nodes,
+    counts: tuple[Tensor, Tensor, Tensor, Tensor],
+    root: Tensor,
+    record: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """Write what the host reads of a cycle; return the path's nodes in the drafted tree and its tokens, [longest] each.
+
+    verified: arrays of the verified tree, which consists of these nodes of the drafted one; walked: by `walk` over it;
+    counts: int32 [1], drafted nodes, passes, tokens committed before, and whether there was an overflow. root: int64
+    [n], whose first entry becomes the next root: the bonus token, or 0. record: int64 [NUMBERS + 2 * longest + 5 *
+    budget], of the path's length, the counts with that of the nodes, and the bonus token; of the tokens chosen after
+    the path's nodes, then the root; of the path; of tokens, parents, depths and log-probabilities of the verified tree,
+    by their bits. Lists are padded with 0.
+    """
+    signature = "record: int64 [n]; root: int64 [m]; nodes: int64 [rows]; live: int32 [1]"
+    require(signature, record, root, nodes.ids, nodes.live)
+    if run := kernels.record_walk[record.device]:
+        return run(verified, walked, nodes, counts, root, record, longest)
+    budget = (len(record) - NUMBERS - 2 * longest) // 5
+    path = padded(walked.nodes, longest)
+    tokens, parents, depths, *sums = verified[:5]
+    place = torch.arange(longest, device=record.device, dtype=torch.int64)
+    following = walked.bonus.clamp(min=0)
+    passed = tokens.index_select(0, path)
+    chosen = torch.where(place < walked.live - 1, passed.roll(-1), following)
+    size, passes, length, overflow = counts
+    numbers = torch.cat([walked.live, size, nodes.live, passes, length, overflow]).long()
+    bits = (array.view(torch.int32) for array in sums)
+    lists = (padded(array, budget) for array in (tokens, parents, depths, *bits))
+    record.copy_(torch.cat([numbers, walked.bonus, chosen, path, *lists]))
+    root[:1].copy_(following)
+    return nodes.ids.index_select(0, path), passed
+
+
+@op
 def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
     """Move slot prefix + path[j] to slot prefix + j of every layer and head, in place, for the first `count` of path.
 
@@ -504,17 +549,23 @@ def level_rows(
     used: Tensor,
     seen: Tensor,
     factors: Tensor | None,
+    passes: Tensor | None = None,
 ) -> PassRows:
     """Return the rows of a pass from some nodes of a tree, whose slots stand after the `used` ones, which grow.
 
     filled, used: int32 [1], committed slots and those of this tree; seen: int64 [nodes + 1, ceil(nodes / 64)], by node
     which of the latter it sees, the last row being what padding writes to; factors: float32 [depths], of the nodes of a
-    depth, the last one also below. The nodes are none of each other's parents.
+    depth, the last one also below; passes: int32 [1], the tree's, to be counted by one more where there is a node. The
+    nodes are none of each other's parents.
     """
     if run := native.level_rows[size.device]:
         return PassRows(*run(tree, size, frontier, filled, used, seen, factors))
     signature = "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]"
     require(f"{signature}; factors: float32 [depths]", *frontier, filled, used, seen, factors)
+    if passes is not None and (run := kernels.level_rows[size.device]):
+        return PassRows(*run(tree, size, frontier, filled, used, seen, factors, passes))
+    if passes is not None:
+        passes += frontier.live > 0
     spare, place = (
         seen.shape[0] - 1,
         torch.arange(frontier.ids.shape[0], device=size.device, dtype=torch.int64),
@@ -767,10 +818,8 @@ class TokenTree:
 
     def root_alone(self) -> Nodes:
         """Return the root as the only node."""
-        if self.device.type == FREE:
-            return Nodes(_constant(0, torch.int64), _constant(1, torch.int32))
-        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return Nodes(ids, torch.ones(1, dtype=torch.int32, device=self.device))
+        device = self.device
+        return Nodes(_lasting(0, torch.int64, device), _lasting(1, torch.int32, device))
 
     def add(
         self, parents: Tensor, tokens: Tensor, log_probs: Tensor, count: Tensor | None = None

@@ -83,6 +83,28 @@ def append_nodes(
     return ids
 
 
+def level_rows(
+    arrays: Arrays,
+    size: Tensor,
+    nodes: tree.Nodes,
+    filled: Tensor,
+    used: Tensor,
+    slots: Tensor,
+    factors: Tensor | None,
+    passes: Tensor,
+) -> tree.PassRows:
+    dense = slots.is_contiguous() and nodes.ids.stride(0) == 1
+    if not (dense and 0 < len(nodes.ids) <= frontier.MOST_APPENDED):
+        return by_meaning(
+            tree.level_rows, arrays, size, nodes, filled, used, slots, factors, passes
+        )
+    drafted = frontier.Tree(*arrays, size)
+    tokens, positions, words, slot, sources, targets, scales = frontier.level_rows(
+        drafted, *nodes, filled, used, passes, slots, factors
+    )
+    return tree.PassRows(tokens, positions, words, slot, sources, targets, None, scales)
+
+
 def best_candidates(
     logits: Tensor,
     scores: Tensor,
@@ -176,6 +198,23 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
         tokens.contiguous(), parents.contiguous(), chosen.contiguous(), size, path, count, bonus
     )
     return Walked(path, count, bonus)
+
+
+def record_walk(
+    verified: Arrays,
+    walked: Walked,
+    nodes: tree.Nodes,
+    counts: tuple[Tensor, Tensor, Tensor, Tensor],
+    root: Tensor,
+    record: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    most = max(len(nodes.ids), longest, len(record) // 5)
+    if most > verification.MOST_NODES or nodes.ids.stride(0) != 1:
+        return by_meaning(tree.record_walk, verified, walked, nodes, counts, root, record, longest)
+    rows = verification.Verified(*verified[:5], nodes.ids)
+    numbers = counts[0], nodes.live, counts[1], counts[2], counts[3]
+    return verification.record_walk(rows, walked, numbers, record, root[:1], longest)
 
 
 def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
@@ -379,6 +418,21 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if not gate.stride(1) == up.stride(1) == 1 or not len(gate):
         return by_meaning(networks.silu_mul, gate, up)
     return silu_kernel.silu_mul(gate, up)
+
+
+def gather_norms(
+    states: Tensor,
+    sources: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    dense = (states, table, *weights, sources, tokens)
+    alike = states.shape[1] == table.shape[1] <= norm_kernel.LARGEST_ROW
+    if not alike or not len(sources) or any(tensor.stride(-1) != 1 for tensor in dense):
+        return by_meaning(networks.gather_norms, states, sources, table, tokens, weights, eps)
+    return norm_kernel.gather_norms(states, sources, table, tokens, weights, eps)
 
 
 def gather_rows(

@@ -21,6 +21,7 @@ from specengine.ops.tree import (
     append_nodes,
     depths_of,
     graft,
+    is_free,
     select_best,
 )
 
@@ -184,7 +185,8 @@ def grow_likely(
     path has a log-chance of limits.least or more the limits.budget likeliest are appended, with log-chances for edges.
     The frontier is noted as drafted, new nodes as waiting; throughput.drafting gains the seconds of the pass. There is
     no further pass after limits.max_passes, by counters[1]. Without room nothing is appended, and the overflow,
-    counters[2], is 1.
+    counters[2], is 1. On a device a frontier of several nodes that is as wide as the widest pass takes the returned
+    ones in.
     """
     if run := native.grow_likely[frontier.ids.device]:
         return Nodes(*run(tree, counters, frontier, drafted, state, limits))
@@ -204,7 +206,12 @@ def grow_likely(
     tokens = columns if drafted.token_ids is None else drafted.token_ids[columns]
     _append_likely(tree, counters, frontier, (tokens, stated, sources), state, limits)
     selected = _next_of(tree, size, state, limits.rounds)
-    return Nodes(selected.ids, selected.live * (passes < limits.max_passes))
+    selected = Nodes(selected.ids, selected.live * (passes < limits.max_passes))
+    if is_free(size) or not 1 < len(frontier.ids) == len(selected.ids):
+        return selected
+    for into, values in zip(frontier, selected, strict=True):
+        into.copy_(values)
+    return frontier
 
 
 def _next_of(tree: Arrays, size: Tensor, state: SearchState, rounds: int) -> Nodes:
@@ -482,18 +489,22 @@ def start_search(
     rounds: int,
     free: Source,
     asked: tuple[int, float],
+    skipped: Tensor,
+    patience: int,
 ) -> Tensor:
-    """Note the root as waiting and nothing as drafted or spent; return whether its pass pays, 0 or 1, int32 [1].
+    """Note the root as waiting and nothing as drafted or spent; return whether it is drafted from, int32 [1], 0 or 1.
 
-    It does where `next_pass` finds one, unless free continuations of the root leave so little to the draft that no pass
+    It is where its pass pays, or after `patience` cycles without one, of which skipped, int32 [1], is the count. It
+    pays where `next_pass` finds one, unless free continuations of the root leave so little to the draft that no pass
     pays. asked: how many of these, and their least log-probability. A pass may bring its usual share of the chance that
     none of them is right. With a source of these it reads the tree on the host.
     """
     if run := native.start_search[size.device]:
-        return run(tree, size, state, rounds, free, asked)
+        return run(tree, size, state, rounds, free, asked, skipped, patience)
     _require_state(tree, state)
+    require("skipped: int32 [1]", skipped)
     if free is None and (run := kernels.start_search[size.device]):
-        return run(tree, size, state, rounds, free, asked)
+        return run(tree, size, state, rounds, free, asked, skipped, patience)
     for part in (state.throughput.drafting, state.notes.drafted, state.notes.waiting):
         part.zero_()
     state.notes.waiting[:1].fill_(True)
@@ -503,6 +514,9 @@ def start_search(
         free_nodes = _free_below(free, tree, size, root, *asked)
         if free_nodes is not None and _is_covered(free_nodes, tree, size, state):
             pays.zero_()
+    pays |= skipped >= patience
+    skipped += 1
+    skipped *= 1 - pays
     return pays
 
 

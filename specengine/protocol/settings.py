@@ -21,7 +21,7 @@ class Settings(Checked):
     strict_model        refuse requests that name another model; else the one model answers whatever they call it
     allowed_hosts       names, besides this machine's own, that clients may call the server by; `*` for all
     origins             web origins that browsers may call from (CORS); `*` for all
-    parallel            answers at once, on the native forward; each has caches of its own; None: by the memory that is
+    parallel            answers at once; each has caches of its own; None: on the native forward by the memory that is
                         free, and 1 in a replica
     queue               requests that may wait while as many as may are answered, of each model
     max_models          that are loaded at once; None: all for which there is memory
@@ -90,7 +90,7 @@ class Settings(Checked):
     parallel: int | None = option(
         COUNT,
         metavar="N",
-        help="answers at once, on the native forward (default: as memory holds, 1 with replicas)",
+        help="answers at once (default: as memory holds; 1 on modules and with replicas)",
     )
     queue: int = option(
         whole(0, accepted="0 or more"),

@@ -14,7 +14,8 @@ from specengine.checkpoints.layouts.eagle import EagleLayout
 from specengine.checkpoints.layouts.specforge import SpecForge
 from specengine.checkpoints.layouts.speculators import Speculators
 from specengine.errors import CheckpointError
-from specengine.models.eagle import DEFAULT_THETA, ROPE_TYPES
+from specengine.models.configs import STEADY_ROPES
+from specengine.models.eagle import DEFAULT_THETA
 from tests.checkpoints.layouts import FLAT, LAYER_IDS, READ, THIRD, official, write
 from tests.toy import head_config, random_state
 
@@ -142,4 +143,4 @@ def test_a_layout_without_a_writer_is_read_alone(
 
 def test_layouts_know_the_rotary_sets_of_the_head() -> None:
     """They do not import the network, so these stand twice."""
-    assert (layouts.DEFAULT_THETA, tuple(layouts._ROPE_REQUIRED)) == (DEFAULT_THETA, ROPE_TYPES)
+    assert (layouts.DEFAULT_THETA, tuple(layouts._ROPE_REQUIRED)) == (DEFAULT_THETA, STEADY_ROPES)

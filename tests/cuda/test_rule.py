@@ -168,6 +168,7 @@ def test_cycles_are_what_they_mean(
         )
     search = Search(*shape, seed)
     starts = search.limits.rounds, None, (shape[0], math.log(0.5))
+    skipped, patience = torch.zeros(1, dtype=torch.int32), 2
     keeps = None, (auto.LEAVES, auto.MAX_FREE, math.log(auto.MIN_FREE)), shape[0]
     levels = 0
     for cycle in range(3):
@@ -177,7 +178,14 @@ def test_cycles_are_what_they_mean(
             "start_search",
             device,
             exact,
-            lambda books: (books[0], books[1][0], *books[2:], *starts),
+            lambda books: (
+                books[0],
+                books[1][0],
+                *books[2:],
+                *starts,
+                copied(skipped, books[0][0].device.type),
+                patience,
+            ),
         )
         assert pays.tolist() in ([0], [1])
         frontier = root_alone(shape[1], "cpu")
@@ -196,6 +204,40 @@ def test_cycles_are_what_they_mean(
         )
         search.learnt(*search.outcome(kept), device, exact)
     assert levels > 3
+
+
+def test_a_pass_is_due_after_skipped_ones(device: str) -> None:
+    """Where no pass pays."""
+    search = Search(6, 3, 1, 4, 0)
+    search.throughput.prices.draft.fill_(9.0)
+    tree, (size, *_), state = copied(search.books(), device)
+    size.fill_(1)
+    skipped = torch.zeros(1, dtype=torch.int32, device=device)
+    for drafts, count in (0, 1), (0, 2), (1, 0), (0, 1):
+        found = cuda.start_search(tree, size, state, 1, None, (1, -1.0), skipped, 2)
+        assert (int(found), int(skipped)) == (drafts, count)
+    search.throughput.prices.draft.zero_()
+    state.throughput.prices.draft.zero_()
+    found = cuda.start_search(tree, size, state, 1, None, (1, -1.0), skipped, 2)
+    assert (int(found), int(skipped)) == (1, 0)
+
+
+def test_grown_nodes_take_the_place_of_a_wide_frontier(device: str) -> None:
+    """A capture reads them there; one node that stands for the root is left alone."""
+    for width in (1, 2, 3):
+        search = Search(6, 3, 1, 4, 0)
+        search.counters[0].fill_(8)
+        search.tree[1][1:8] = 0
+        tree, counters, state = copied(search.books(), device)
+        counters[0].fill_(1)
+        frontier = root_alone(width, device)
+        drafted = copied(search.drafted(False, False), device)
+        drafted = drafted._replace(logits=drafted.logits[:width])
+        found = cuda.grow_likely(tree, counters, frontier, drafted, state, search.limits)
+        assert (found.ids.data_ptr() == frontier.ids.data_ptr()) is (width == 3)
+        assert len(found.ids) == 3
+        if width < 3:
+            assert (frontier.ids.tolist(), int(frontier.live)) == ([0] * width, 1)
 
 
 def test_a_tree_without_room_is_left_alone(device: str) -> None:

@@ -18,7 +18,7 @@ from specengine.drafters.small_model import SmallModel
 from specengine.engine import Pool, TextGeneration, Ticket, parts
 from specengine.engine.parts import bytes_held, bytes_used
 from specengine.errors import InputError
-from specengine.models.native import LaneTarget, NativeHead, NativeTarget
+from specengine.models.native import NativeHead, NativeLane, NativeTarget
 from tests.engine.lanes import engine_of, lm_of, until
 from tests.models.native_engines import native_lm, needs_extension
 from tests.toy import VOCABULARY, head_config, policy_for, random_state, tiny
@@ -63,13 +63,13 @@ def test_a_copied_beginning_is_not_that_of_other_weights() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "deepseek_v3"])
 def test_a_slot_has_the_bytes_of_all_layers(family: str) -> None:
-    target = LaneTarget(lm_of(family, "bfloat16"))
+    target = NativeLane(NativeTarget(lm_of(family, "bfloat16")))
     assert target.cache.slot_bytes * target.cache.capacity == target.cache.nbytes
 
 
 def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
     engine = engine_of()
-    target = LaneTarget(engine.target.lm)
+    target = NativeLane(engine.target)
     asked = [[(number * i + 3) % VOCABULARY for i in range(30)] for number in range(6)]
     alone = [engine_of().generate(prompt, max_new_tokens=20).token_ids for prompt in asked]
     longest = target.cache.bytes_of(30 + 20 + engine.drivers.own.eager.budget)
@@ -96,7 +96,7 @@ def test_answers_wait_for_room_and_ended_ones_give_theirs() -> None:
 def test_of_ended_answers_the_oldest_gives_its_room_first() -> None:
     engine = engine_of()
     asked = [[(number * i + 3) % VOCABULARY for i in range(200)] for number in range(3)]
-    longest = LaneTarget(engine.target.lm).cache.bytes_of(200 + 8 + engine.drivers.own.eager.budget)
+    longest = NativeLane(engine.target).cache.bytes_of(200 + 8 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 3, memory=int(2.5 * longest))
     for own, prompt in zip(pool.engines, asked, strict=True):
         own.generate(prompt, max_new_tokens=8)
@@ -124,7 +124,7 @@ def test_caches_of_drafts_count_in_the_memory(made: Callable[[], Engine]) -> Non
     asked = [[(number * i + 3) % VOCABULARY for i in range(100)] for number in range(6)]
     alone = [made().generate(prompt, max_new_tokens=100).token_ids for prompt in asked]
     engine = made()
-    target, draft = LaneTarget(engine.target.lm), cache_of(engine.drafter)
+    target, draft = NativeLane(engine.target), cache_of(engine.drafter)
     assert draft is not None
     eager = engine.drivers.own.eager
     assert eager.policy is not None
@@ -187,7 +187,7 @@ def test_an_answer_that_has_ended_is_not_counted_beside_the_next() -> None:
 def engine_without_room() -> tuple[Pool, Any]:
     """Return a pool of two with room for one answer, which is under way."""
     engine = engine_of()
-    room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 60 + engine.drivers.own.eager.budget)
+    room = NativeLane(engine.target).cache.bytes_of(3 + 60 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 2, memory=room)
     first = pool.engines[0].stream([1, 2, 3], max_new_tokens=60, eos_token_id=[])
     next(first)
@@ -294,7 +294,7 @@ def test_leaving_an_asynchronous_stream_that_waits_ends_it(
     lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of()
-    room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 200 + engine.drivers.own.eager.budget)
+    room = NativeLane(engine.target).cache.bytes_of(3 + 200 + engine.drivers.own.eager.budget)
     monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
 
     def threads() -> int:

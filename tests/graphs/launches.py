@@ -1,7 +1,8 @@
 """python -m tests.graphs.launches [--write]: launches and waits of captured cycles, counted on the pretended device.
 
 Launches: by policy those of root, level and the rest (verification, walk, commit) of a bfloat16 target of LAYERS layers
-behind an EAGLE-3 head, and those that a further layer adds; views and uninitialised memory do not count. With kernels,
+behind an EAGLE-3 head, and those that a further layer adds; `lanes` has those of a plain row of each of so many texts,
+`a layer of lanes` what a layer adds to these; views and uninitialised memory do not count. With kernels,
 the meaning of a served op runs in its place, and as many launches count as its launcher makes for the same arguments:
 kernels, and torch's operations that prepare them. `ops` has these, the most of a call.
 
@@ -27,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specengine import Engine, ops, policies
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
-from specengine.models.huggingface import HuggingFaceTarget
+from specengine.engine.captured import CapturedLanes
+from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
 from specengine.ops import _registry, cuda
 from tests import toy
 from tests.graphs import pretended
@@ -45,7 +47,10 @@ SERVED = {
         "choose_tokens",
         "compact_kv",
         "couple",
+        "gather_norms",
         "gather_rows",
+        "level_rows",
+        "record_walk",
         "rope_store",
         "silu_mul",
         "strict_cached_attention",
@@ -63,9 +68,10 @@ SERVED = {
     ),
 }  # of what runs in captured cycles
 LAYERS = 4
+TEXTS = 8  # of a pool
 PARTS = ("first", "root", "level", "finish")
-GOALS = {"auto level": 60, "layer": 12, "auto finish without layers": 60}  # at most, with kernels
-REACHED = ("auto level", "layer", "auto finish without layers")  # of these
+GOALS = {"auto first": 2, "auto level": 18, "layer": 10, "auto finish without layers": 26}
+REACHED = tuple(GOALS)  # at most, with kernels
 
 PROMPT = [*range(40, 56), *range(40, 50)]
 TOKENS = 24  # of an answer whose waits are counted
@@ -144,6 +150,20 @@ def launchers() -> Iterator[Callable[[str, tuple[Any, ...]], int]]:
 # ---- launches of a cycle
 
 
+def rows_first(found: Tensor) -> Tensor:
+    """Return the same numbers, [heads, rows, channels], of which those of a row are next to each other."""
+    return found.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def in_place(found: ops.Nodes, frontier: ops.Nodes) -> ops.Nodes:
+    """Return the nodes where the kernel puts them, as the op has it on a device."""
+    if not 1 < len(frontier.ids) == len(found.ids):
+        return found
+    for into, values in zip(frontier, found, strict=True):
+        into.copy_(values)
+    return frontier
+
+
 class StandIns:
     """Meanings in the place of served ops. more: launches while capturing beyond one a call; most: of a call, by op."""
 
@@ -160,7 +180,10 @@ class StandIns:
                 self.more += launches - 1
                 self.most[name] = max(self.most.get(name, 0), launches)
             if name != "best_candidates":
-                return ops.by_meaning(ops.OPS[name], *given)
+                found = ops.by_meaning(ops.OPS[name], *given)
+                if name == "grow_likely":
+                    return in_place(found, given[2])
+                return rows_first(found) if name.endswith("cached_attention") else found
             limit, log_gate, bound, normalized = given[4:]
             numbers = {
                 "limit": limit,
@@ -223,7 +246,7 @@ def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
         return (
             counts
             | {"a layer": {"finish": more}}
-            | ({"ops": dict(sorted(most.items()))} if most else {})
+            | ({**lanes(), "ops": dict(sorted(most.items()))} if most else {})
         )
 
 
@@ -231,10 +254,36 @@ def figures(counts: Counts) -> dict[str, int]:
     """Return what the goals are about."""
     layer, auto = counts["a layer"]["finish"], counts["auto"]
     return {
+        "auto first": auto["first"],
         "auto level": auto["level"],
         "layer": layer,
         "auto finish without layers": auto["finish"] - LAYERS * layer,
     }
+
+
+def joined(texts: int, layers: int) -> int:
+    """Return the launches of the graph that runs a row of each of so many texts."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
+        stand_ins = StandIns(device.enter_context(launchers()))
+        patch.setattr(_registry, "_loaded", stand_ins.loaded)
+        device.enter_context(pretended.cuda())
+        device.enter_context(torch.inference_mode())
+        model = pretended.moved(toy.tiny("llama", num_hidden_layers=layers).bfloat16())
+        target = HuggingFaceTarget(model, captured=True, merge=True)  # type: ignore[arg-type]
+        lanes = CapturedLanes([ModuleLane(target) for _ in range(texts)])
+        lanes.run(())  # what is made on first use is not part of a graph
+        stand_ins.more = 0
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            lanes.run(())
+        return sum(graph.launches.values()) + stand_ins.more  # type: ignore[attr-defined]
+
+
+def lanes() -> Counts:
+    """Return the launches of one text's row and of those of TEXTS, and what a layer adds to each."""
+    counts = {str(texts): joined(texts, LAYERS) for texts in (1, TEXTS)}
+    more = {name: joined(int(name), LAYERS + 1) - count for name, count in counts.items()}
+    return {"lanes": counts, "a layer of lanes": more}
 
 
 # ---- waits
@@ -288,12 +337,14 @@ def main() -> None:
     print(" " * 20 + "".join(f"{part:>8}" for part in PARTS))
     for way in WAYS:
         for name, row in found[way].items():
-            if name != "ops":
+            if name != "ops" and "lanes" not in name:
                 print(f"{way:10}{name:10}" + "".join(f"{row.get(part, ''):>8}" for part in PARTS))
     print(
         "launches of a call:",
         ", ".join(f"{name} {count}" for name, count in found["kernels"]["ops"].items()),
     )
+    for name in ("lanes", "a layer of lanes"):
+        print(f"{name}, by texts: {found['kernels'][name]}")
     for name, figure in figures(found["kernels"]).items():
         print(f"{name}: {figure}, goal {GOALS[name]}")
     for name, row in found["waits"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specengine import Engine, ops
 from specengine.drafters.small_model import SmallModel
 from specengine.models import fused
+from specengine.models.eagle import TorchHead
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.models.kv_cache import Rows
 from specengine.ops import _registry
@@ -246,6 +247,73 @@ def test_elsewhere_nothing_is_fused() -> None:
 def test_other_families_are_left_alone() -> None:
     target = HuggingFaceTarget(toy.tiny("gemma"), pack=False)
     assert (target.lm.modules, target.notes) == ("the model's own", [])
+
+
+# ---- heads
+
+
+HEADS: dict[str, tuple[Literal[1, 3], dict[str, Any]]] = {
+    "EAGLE-1": (1, {"qkv_bias": True, "fc_bias": True}),
+    "EAGLE-3": (3, {}),
+    "other residual": (3, {"norm_before_residual": True, "norm_recurrent": True}),
+    "other norms": (3, {"qk_norm": True, "norm_logits": False, "o_bias": True}),
+    "other tables": (3, {"own_embeddings": True, "own_head": False, "draft_vocab_size": 300}),
+    "window": (3, {"sliding_window": 4}),
+}
+
+
+@torch.inference_mode()
+def rows_of_head(head: TorchHead) -> list[Tensor]:
+    """Return logits and states of a root pass and of a tree's rows after a prompt, and the cache."""
+    torch.manual_seed(0)
+    features = torch.randn(14, head.feature_size).to(head.dtype)
+    head.extend(features[:9], PROMPT[:9])
+    head.cache.reserve(40)
+    head.refresh()
+    root, tree = (Rows.of(toy.random_tree(3, n, 100), head.cache.filled) for n in (5, 9))
+    place = torch.arange(5)
+    found = [*head.forward(features, place, root, torch.tensor([3]), features[9:])]
+    states = torch.randn(7, head.hidden_size).to(head.dtype)
+    found += head.forward(states, torch.tensor([6, 0, 0, 3, 2, 1, 5, 4, 4]), tree, None)
+    return [*found, head.cache.slab[..., :18, :]]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_rows_of_heads(name: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the order of sums they are those of the modules, which stay as they are."""
+    model, (version, changes) = tiny("llama", kind), HEADS[name]
+    lm = CausalLM(model, pack=False)
+    config = toy.head_config(version, model, **changes)
+    theirs = TorchHead(toy.tiny_head(config).to(kind), lm, pack=False)
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    monkeypatch.setattr(ops, "is_served", lambda *_: True)
+    module = toy.tiny_head(config).to(kind)
+    before = {part: weight.clone() for part, weight in module.state_dict().items()}
+    ours, ran = TorchHead(module, lm, pack=False), list[str]()
+    run = fused.FusedHead.run
+    monkeypatch.setattr(
+        fused.FusedHead, "run", lambda self, *given: (ran.append(name), run(self, *given))[1]
+    )
+    limit = 1e-5 if kind is torch.float32 else 2e-2
+    for found, wanted in zip(rows_of_head(ours), rows_of_head(theirs), strict=True):
+        assert found.dtype is wanted.dtype
+        assert (found.float() - wanted.float()).norm() <= limit * wanted.float().norm()
+    assert ran == [name] * 2
+    for part, weight in module.state_dict().items():
+        assert torch.equal(weight, before[part]), part
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_heads_that_were_changed_run_themselves() -> None:
+    model = tiny("llama")
+    lm = CausalLM(model, pack=False)
+    head = toy.tiny_head(toy.head_config(3, model))
+    head.norm.register_forward_hook(lambda module, given, found: found * 1.25)
+    assert TorchHead(head, lm, pack=False)._fused is None
+    other = toy.tiny_head(toy.head_config(3, model, hidden_act="gelu"))
+    assert TorchHead(other, lm, pack=False)._fused is None
+    assert TorchHead(toy.tiny_head(toy.head_config(3, model)), lm, pack=False)._fused is not None
 
 
 # ---- engines

@@ -50,6 +50,12 @@ def test_goals_stay_reached() -> None:
         )
 
 
+def test_a_text_more_adds_its_attention_to_a_layer() -> None:
+    """rope_store, and attention in two parts; the texts' rows are put together once. All else is that of one text."""
+    alone, together = KNOWN["kernels"]["a layer of lanes"].values()
+    assert together - alone <= (launches.TEXTS - 1) * 3 + 1
+
+
 FAST = [("auto", "head", "greedy"), ("eagle", "recycling", "greedy")]
 
 
@@ -88,7 +94,7 @@ def test_trees_that_grow_in_graphs_wait_for_their_passes_and_their_record_alone(
 
 
 def test_the_table_has_every_way() -> None:
-    assert list(KNOWN["kernels"])[:-2] == list(KNOWN["meanings"])[:-1] == list(launches.NAMES)
+    assert list(KNOWN["kernels"])[:-4] == list(KNOWN["meanings"])[:-1] == list(launches.NAMES)
     wanted = [
         f"{p}, {d}, {s}"
         for p in launches.NAMES[:2]

@@ -164,6 +164,29 @@ def walks(seed: int, device: str) -> None:
     assert (path[: int(count)].tolist(), int(bonus)) == wanted, seed
 
 
+def records(seed: int, device: str) -> None:
+    size, longest = (1, 9, 64)[seed % 3], (5, 16)[seed % 2]
+    tree, live = toy.random_tree(seed, size, 500), seed % (min(size, longest) + 1)
+    path, bonus = torch.arange(size), torch.tensor([seed - 1])
+    sums = (-random(size, seed=seed + n).abs() for n in range(2))
+    both = verification.Verified(tree.tokens, tree.parents, tree.depths, *sums, path * 3)
+    walked = path, number(live, "cpu"), bonus
+    counts = seed, size, 3, 2 * seed, 0
+    wanted = verification.reference_record(both, walked, counts, longest)
+    record = torch.full((len(wanted[0]),), -77, device=device)
+    root = torch.full((1,), -77, device=device)
+    found = verification.record_walk(
+        verification.Verified(*(part.to(device) for part in both)),
+        tuple(part.to(device) for part in walked),
+        tuple(number(count, device) for count in counts),
+        record,
+        root,
+        longest,
+    )
+    assert (record.tolist(), *(part.tolist() for part in found)) == wanted, seed
+    assert int(root) == max(seed - 1, 0)
+
+
 def compaction(seed: int, device: str) -> None:
     later = torch.randperm(60, generator=torch.Generator().manual_seed(seed))[: seed % 30] + 1
     path = torch.tensor([0, *sorted(later.tolist())], device=device)
@@ -209,6 +232,45 @@ def gathering(seed: int, device: str) -> None:
     frontier.gather_rows(states, sources, table, tokens, out[0], out[1])
     assert torch.equal(out[0], states[sources]), seed
     assert torch.equal(out[1], table[tokens]), seed
+
+
+def levels(seed: int, device: str) -> None:
+    """The tree's nodes on three levels, each drafted from once."""
+    nodes = toy.random_tree(seed, 1 + seed * 7 % 97, 500)
+    capacity, words = len(nodes), (1, 3)[seed % 2]
+    arrays = [array.to(device) for array in nodes.arrays]
+    tree = frontier.Tree(*arrays, number(capacity, device))
+    seen = torch.zeros(capacity + 1, words, dtype=torch.int64, device=device)
+    used, passes = number(0, device), number(0, device)
+    for depth in range(3):
+        level = (nodes.depths[:capacity] == depth).nonzero()[:16, 0]
+        ids = torch.full((16,), -77)
+        ids[: len(level)] = level
+        before = frontier.Tree(*(array.cpu() for array in tree))
+        given = level.tolist(), 16, 9, int(used), seen.cpu()
+        wanted, after = frontier.reference_rows(before, *given)
+        counts = number(len(level), device), number(9, device), used, passes
+        rows = frontier.level_rows(tree, ids.to(device), *counts, seen, None)
+        for found, means in zip(rows[:6], wanted, strict=False):
+            assert torch.equal(found.cpu(), means), seed
+        assert torch.equal(seen[:-1].cpu(), after[:-1]), seed
+    assert int(passes) == 1 + int(nodes.depths[:capacity].max().clamp(max=2)), seed
+
+
+def entries(seed: int, device: str) -> None:
+    rows, width, channels = 2 + seed * 11 % 150, 1 + seed % 16, (48, 1030)[seed % 2]
+    states, table = (random(rows, channels, seed=seed + i).to(device) for i in (3, 4))
+    weights = random(channels, seed=seed).to(device), random(channels, seed=seed + 1).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    sources, tokens = (
+        torch.randint(0, rows, (width,), generator=generator).to(device) for _ in range(2)
+    )
+    found, wanted = (
+        run(states, sources, table, tokens, weights, 1e-5)
+        for run in (rms_norm.gather_norms, rms_norm.reference_of_rows)
+    )
+    assert torch.equal(found[1], wanted[1]), seed
+    torch.testing.assert_close(found[0], wanted[0], rtol=3e-6, atol=1e-6)
 
 
 def rotation(seed: int, device: str) -> None:
@@ -335,9 +397,12 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "choices": choices,
     "couplings": couplings,
     "walks": walks,
+    "records": records,
     "compaction": compaction,
     "growth": growth,
     "gathering": gathering,
+    "levels": levels,
+    "entries": entries,
     "rotation": rotation,
     "norms": norms,
     "gates": gates,

@@ -303,6 +303,14 @@ def walk(nodes: int) -> None:
     verification.walk(whole, whole, whole, one, whole, one, whole[:1])
 
 
+def record(rows: int, longest: int, budget: int) -> None:
+    whole, one = torch.empty(rows, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    reals, last = torch.empty(rows), torch.empty(1, dtype=torch.int64)
+    verified = verification.Verified(whole, whole, whole, reals, reals, whole)
+    lists = torch.empty(7 + 2 * longest + 5 * budget, dtype=torch.int64)
+    verification.record_walk(verified, (whole, one, last), (one,) * 5, lists, last, longest)
+
+
 def append(most: int, capacity: int) -> None:
     whole, one = torch.empty(capacity, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
     tree = frontier.Tree(
@@ -323,6 +331,20 @@ def gather(width: int, channels: int, dtype: str) -> None:
         torch.empty(64, dtype=torch.int64),
     )
     frontier.gather_rows(rows, whole[:width], rows, whole[:width], rows[:width], rows[:width])
+
+
+def level(width: int, capacity: int, factors: bool = False) -> None:
+    whole, one = torch.empty(capacity, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    words = torch.empty(capacity + 1, -(-capacity // 64), dtype=torch.int64)
+    tree = frontier.Tree(whole, whole, whole, *[torch.empty(capacity)] * 2, words[:-1], one)
+    depths = torch.empty(4) if factors else None
+    frontier.level_rows(tree, whole[:width], one, one, one, one, words, depths)
+
+
+def enter(width: int, channels: int, dtype: str) -> None:
+    rows, whole = torch.empty(64, channels, dtype=getattr(torch, dtype)), torch.empty(width)
+    weights = rows[0].clone(), rows[0].clone()
+    rms_norm.gather_norms(rows, whole.long(), rows, whole.long(), weights, 1e-5)
 
 
 def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
@@ -378,7 +400,7 @@ CASES = {
 }
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
 CASES |= {"children": children, "entropy": entropies, "couple": couple, "norm": norm, "gate": gate}
-CASES |= {"packed": packed}
+CASES |= {"packed": packed, "level": level, "enter": enter, "record": record}
 MODULES = (
     tree_attention,
     strict_attention,

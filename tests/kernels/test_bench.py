@@ -14,6 +14,7 @@ from bench.kernels.cases import (
     Attention,
     Case,
     Compaction,
+    Rule,
     Search,
     Selection,
     floor_of,
@@ -32,6 +33,7 @@ SMALL: list[Case] = [
     Compaction(2, 5, 2, 16, 10),
     Search(12, 4),
     Search(60, 10),
+    Rule(3, 700, 9),
 ]
 HERE = ("torch", "specengine")
 ON_DEVICES = ("specengine", "efficient", "cudnn")

@@ -82,7 +82,7 @@ def check(kernels: list[dict[str, Any]], cases: list[list[Any]], spills: int = 0
             assert kernel["async_16_bytes"], kernel
             assert not half or (kernel["wgmma"] if rows > 32 else kernel["mma"]), kernel
         wide = ("_stats", "_filter", "_compact", "_sums", "_count", "_split", "_outline", "_pick")
-        if name in (*wide, "_add_rms_norm", "_silu_mul"):
+        if name in (*wide, "_add_rms_norm", "_gather_norms", "_silu_mul"):
             assert kernel["load_16_bytes"], kernel
 
 

@@ -1,4 +1,4 @@
-"""append_nodes against the op that it serves, gather_rows against indexing, both on poisoned memory."""
+"""append_nodes and level_rows against the ops that they serve, gather_rows against indexing, on poisoned memory."""
 
 from __future__ import annotations
 
@@ -92,6 +92,63 @@ def test_what_does_not_fit_is_refused_whole() -> None:
     assert int(refused), "it stays"
 
 
+@examples(25)
+@given(
+    capacity=st.sampled_from([2, 9, 64, 65, 129, 200]),
+    width=st.integers(1, 12),
+    dead=st.integers(0, 12),
+    seed=st.integers(0, 10**6),
+)
+def test_rows_of_a_level_are_those_of_the_op(
+    capacity: int, width: int, dead: int, seed: int
+) -> None:
+    """Garbage stands behind the tree and in the padding of the nodes."""
+    random = np.random.default_rng(seed)
+    size = int(random.integers(1, capacity + 1))
+    tree = poisoned_tree(capacity)
+    for node in range(1, size):
+        tree.tokens[node], tree.parents[node] = 100 + node, int(random.integers(node))
+        tree.depths[node] = tree.depths[tree.parents[node]] + 1
+    tree.size[0] = size
+    live = min(max(width - dead, 0), size)
+    nodes = torch.full((width,), -(2**40), device=DEVICE)
+    nodes[:live] = torch.from_numpy(random.permutation(size)[:live]).to(DEVICE)
+    filled, used = int(random.integers(99)), int(random.integers(capacity))
+    seen = torch.from_numpy(random.integers(2**62, size=(capacity + 1, -(-capacity // 64))))
+    factors = None if seed % 2 else torch.linspace(1.0, 0.5, 1 + seed % 5, device=DEVICE)
+    words = torch.full((width, seen.shape[1]), -77, device=DEVICE)
+    lists = torch.full((4, width), -77, device=DEVICE)
+    scales = None if factors is None else torch.full((width, 1), math.nan, device=DEVICE)
+    slot, after = torch.full((1,), -77, device=DEVICE), seen.clone().to(DEVICE)
+    rows = kernel.Rows(lists[0], lists[1], words, slot, lists[2], lists[3], scales)
+    counts = number(live), number(filled), number(used), number(3)
+    kernel.level_rows(tree, nodes, *counts, after, factors, rows=rows)
+    assert [int(count) for count in counts] == [live, filled, used + live, 3 + (live > 0)]
+    meant, meant_after = kernel.reference_rows(
+        clone(tree), nodes[:live].tolist(), width, filled, used, seen
+    )
+    for name, one, other in zip(kernel.Rows._fields[:6], rows, meant, strict=False):
+        assert torch.equal(one.cpu(), other), name
+    assert torch.equal(after[:-1].cpu(), meant_after[:-1])
+    given = [part.cpu().clone() for part in (nodes, number(live), number(filled), number(used))]
+    expected_after, passes = seen.clone(), number(3).cpu()
+    expected = ops.by_meaning(
+        ops.level_rows,
+        tuple(clone(tree)[:6]),
+        tree.size.cpu(),
+        ops.Nodes(*given[:2]),
+        *given[2:],
+        expected_after,
+        None if factors is None else factors.cpu(),
+        passes,
+    )
+    for name, one in zip(kernel.Rows._fields[:6], rows, strict=False):
+        assert torch.equal(one.cpu(), getattr(expected, name)), name
+    assert torch.equal(expected_after[:-1], meant_after[:-1])
+    assert (int(given[3]), int(passes)) == (used + live, 3 + (live > 0))
+    assert factors is None or torch.equal(scales.cpu(), expected.factors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("channels", [16, 80, 1030])
 def test_gathered_rows_are_those_asked_for(channels: int, dtype: torch.dtype) -> None:
@@ -129,3 +186,13 @@ def test_wrong_arguments_are_refused() -> None:
         kernel.gather_rows(torch.zeros(8, 4, device=DEVICE).t(), ids, out, ids, out, out)
     with pytest.raises(ValueError, match="sources, tokens"):
         kernel.gather_rows(out, ids.int(), out, ids, out, out)
+    words, one = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE), ids[:1]
+    for changes, named in (
+        ({"nodes": ids.int()}, "dense int64"),
+        ({"seen": words.int()}, "seen: contiguous int64"),
+        ({"filled": one}, "int32"),
+    ):
+        known = {"live": number(1), "filled": number(1), "used": number(0), "passes": number(0)}
+        known |= {"nodes": ids, "seen": words, "factors": None} | changes
+        with pytest.raises(ValueError, match=named):
+            kernel.level_rows(tree, **known)

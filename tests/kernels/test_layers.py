@@ -1,4 +1,4 @@
-"""add_rms_norm and silu_mul against float64, and against transformers' modules where the dtype allows equal bits."""
+"""add_rms_norm, gather_norms and silu_mul against float64, and transformers' modules where bits may be equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.examples import examples
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import rms_norm as norm_kernel
 from specengine_kernels import silu_mul as silu_kernel
-from specengine_kernels.rms_norm import add_rms_norm
+from specengine_kernels.rms_norm import add_rms_norm, gather_norms
 from specengine_kernels.silu_mul import silu_mul
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -79,6 +79,30 @@ def test_norms(columns: int, kind: torch.dtype, adds: bool) -> None:
     check_norm(3, columns, kind, columns, adds=adds)
 
 
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+@pytest.mark.parametrize("columns", [48, 576, 1030])
+def test_norms_of_gathered_rows(columns: int, kind: torch.dtype) -> None:
+    wide, table = normal(6, columns + 16, seed=1, kind=kind), normal(9, columns, seed=2, kind=kind)
+    states, weights = wide[:, :columns], [normal(columns, seed=n, kind=kind) for n in (3, 4)]
+    states[1], table[1] = float("nan"), float("nan")  # nobody asks for these
+    sources = torch.tensor([4, 0, 2, 0], device=DEVICE)
+    tokens = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    given_all = states, sources, table, tokens, tuple(weights)
+    found, rows = gather_norms(*given_all, 1e-5)
+    assert torch.equal(rows, states[sources])
+    meant, _ = norm_kernel.reference_of_rows(*given_all, 1e-5)
+    exact = []
+    for part, weight in zip((table[tokens], states[sources]), weights, strict=True):
+        part = part.double()
+        exact.append(part / (part.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    assert close(found, torch.cat(exact, -1), TOLERANCE[kind])
+    assert close(found, meant.double(), TOLERANCE[kind])
+    # the bits of each norm by itself
+    alone = [add_rms_norm(table[tokens], None, weights[0], 1e-5)[0]]
+    alone.append(add_rms_norm(states[sources], None, weights[1], 1e-5)[0])
+    assert torch.equal(found, torch.cat(alone, -1))
+
+
 @examples(15)
 @given(rows=st.integers(1, 4), columns=sizes(1100), adds=st.booleans(), seed=st.integers(0, 999))
 def test_any_norm(rows: int, columns: int, adds: bool, seed: int) -> None:
@@ -132,6 +156,17 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=named):
             add_rms_norm(*given_all, 1e-5)
+    ids, pair = torch.zeros(2, dtype=torch.int64, device=DEVICE), (weight, weight)
+    for given_rows, named in (
+        ((states, ids, states.half(), ids, pair), "one dtype"),
+        ((states, ids, states[:, :4], ids, pair), "table"),
+        ((states, ids, states, ids, (weight, weight[:4])), "weights"),
+        ((states, ids, states, ids[:1], pair), "int64"),
+        ((states, ids.int(), states, ids, pair), "int64"),
+        ((normal(8, 2, seed=1).t(), ids, states, ids, pair), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            gather_norms(*given_rows, 1e-5)
     with pytest.raises(ValueError, match="one shape"):
         silu_mul(states, states[:1])
     with pytest.raises(ValueError, match="contiguous"):

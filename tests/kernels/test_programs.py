@@ -37,9 +37,12 @@ SERVING: list[list[Any]] = [
         for nodes in range(1, 65)
         for sampled in (False, True)
     ),
+    *(["record", 64, longest, 64] for longest in (8, 14, 60)),
     *(["append", most, capacity] for most in (9, 12, 16) for capacity in (65, 100, 128)),
     *(["compaction", layers, heads, 128, "bfloat16"] for layers in (16, 32) for heads in (1, 7, 8)),
     *(["gather", width, 4096, "bfloat16"] for width in WIDTHS),
+    *(["enter", width, 4096, "bfloat16"] for width in WIDTHS),
+    *(["level", width, capacity] for width in (8, 5) for capacity in (769, 833)),
     *(
         ["rope", rows, 4, 128, "bfloat16", way]
         for rows in WIDTHS
@@ -75,8 +78,11 @@ SERVED = {
     "verification._peak": 1,
     "verification._draw": 1,
     "verification._merge": 1,
+    "verification._record": 1,
     "frontier._append": 1,
     "frontier._gather": 1,
+    "frontier._rows": 1,
+    "rms_norm._gather_norms": 1,
     "rope_store._rope_store": 3,
     "rms_norm._add_rms_norm": 2,
     "silu_mul._silu_mul": 1,
@@ -105,8 +111,11 @@ RANDOM = {
     "verification._draw": 4,
     "verification._merge": 1,
     "verification._walk": 5,
+    "verification._record": 5,
     "frontier._append": 9,
     "frontier._gather": 2,
+    "frontier._rows": 4,
+    "rms_norm._gather_norms": 2,
     "rope_store._rope_store": 3,
     "rms_norm._add_rms_norm": 4,
     "silu_mul._silu_mul": 3,

@@ -47,10 +47,13 @@ SERVED = {
     "choose_tokens",
     "compact_kv",
     "couple",
+    "gather_norms",
     "gather_rows",
     "keyed_gumbel_argmax",
+    "level_rows",
     "pack_mask",
     "packed_linear",
+    "record_walk",
     "rope_store",
     "silu_mul",
     "strict_cached_attention",
@@ -648,6 +651,40 @@ def test_gather_rows(width: int) -> None:
         ops.gather_rows(*given), ops.by_meaning(ops.gather_rows, *given), strict=True
     ):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("wide", [16, 20], ids=["one width", "two widths"])
+def test_gather_norms(wide: int) -> None:
+    states, table = normal(6, 16), normal(9, wide)
+    sources, tokens = (torch.tensor(ids, device=DEVICE) for ids in ([4, 0, 0], [8, 0, 3]))
+    given = states, sources, table, tokens, (normal(wide, seed=1), normal(16, seed=2)), 1e-5
+    means = ops.by_meaning(ops.gather_norms, *given)
+    for found, wanted in zip(ops.gather_norms(*given), means, strict=True):
+        torch.testing.assert_close(found, wanted)
+    columns = table.t().contiguous().t()
+    found, _ = ops.gather_norms(states, sources, columns, tokens, *given[4:])
+    torch.testing.assert_close(found, means[0])
+    with pytest.raises(InputError, match=r"^states, table, weights: got"):
+        ops.gather_norms(states.half(), *given[1:])
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_level_rows(dense: bool) -> None:
+    """On nodes that are not dense the meaning runs; without a count of passes as well."""
+    tree = small_inputs._tree(torch.device(DEVICE), 70)
+    nodes = torch.tensor([3, 9, 2, 9, 0, 9], device=DEVICE)
+    frontier = ops.Nodes(nodes[::2] if not dense else nodes[::2].clone(), number(2))
+    seen, factors = torch.zeros(71, 2, dtype=torch.int64, device=DEVICE), normal(2)
+    found = []
+    for run in ops.level_rows, lambda *given: ops.by_meaning(ops.level_rows, *given):
+        counts, words = (number(9), number(4)), seen.clone()
+        passes = number(1)
+        rows = run(tree, number(5), frontier, *counts, words, factors, passes)
+        found.append([*rows[:6], rows.factors, *counts, words[:-1], passes])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    alone = ops.level_rows(tree, number(5), frontier, number(9), number(4), seen, factors)
+    assert torch.equal(alone.words, found[0][2])
 
 
 class OfDevice(Tensor):

@@ -318,6 +318,82 @@ def test_a_chain_as_deep_as_it_can_be() -> None:
     assert walked(tokens, tokens - 1, tokens + 1) == (list(range(n)), n)
 
 
+def record_of(
+    seed: int, rows: int, longest: int, budget: int
+) -> tuple[kernel.Verified, tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """Return a verified tree, of nodes of a larger one, with a walk down it, and counts."""
+    random = np.random.default_rng(seed)
+    tree = toy.random_tree(seed, rows, 500)
+    live = int(random.integers(0, min(rows, longest) + 1))
+    path = torch.zeros(rows, dtype=torch.int64)
+    path[:live] = torch.from_numpy(np.sort(random.permutation(rows)[:live]))
+    bonus = torch.tensor([int(random.integers(500)) if live else -1])
+    nodes = torch.from_numpy(random.permutation(900)[:rows])
+    sums = -torch.rand(2, rows, generator=torch.Generator().manual_seed(seed)).float()
+    verified = kernel.Verified(tree.tokens, tree.parents, tree.depths, *sums, nodes)
+    counts = tuple(int(count) for count in random.integers(0, 10**6, 5))
+    return verified, (path, torch.tensor([live], dtype=torch.int32), bonus), counts
+
+
+@examples(20)
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.sampled_from([1, 5, 16, 64]),
+    longest=st.sampled_from([1, 7, 16, 33]),
+    more=st.sampled_from([0, 3, 20]),
+)
+def test_records_hold_what_the_host_reads(seed: int, rows: int, longest: int, more: int) -> None:
+    """On poisoned memory, against plain Python and the op; lists longer than the tree end with 0."""
+    budget = rows + more
+    verified, walked, counts = record_of(seed, rows, longest, budget)
+    tensors = [torch.tensor([count], dtype=torch.int32, device=DEVICE) for count in counts]
+    record = torch.full((7 + 2 * longest + 5 * budget,), -77, device=DEVICE)
+    root = torch.full((3,), -77, device=DEVICE)
+    there = kernel.Verified(*(part.to(DEVICE) for part in verified))
+    ids, over = kernel.record_walk(
+        there, tuple(part.to(DEVICE) for part in walked), tuple(tensors), record, root[:1], longest
+    )
+    wanted, wanted_ids, wanted_over = kernel.reference_record(verified, walked, counts, longest)
+    lists = [wanted[7 + 2 * longest + n * rows :][:rows] + [0] * (budget - rows) for n in range(5)]
+    wanted = [*wanted[: 7 + 2 * longest], *(number for part in lists for number in part)]
+    assert record.tolist() == wanted
+    assert (ids.tolist(), over.tolist()) == (wanted_ids, wanted_over)
+    assert root.tolist() == [max(int(walked[2]), 0), -77, -77]
+    meant, meant_root = torch.full_like(record, -77).cpu(), torch.full((3,), -77)
+    size, kept, *others = (part.cpu() for part in tensors)
+    found = ops.by_meaning(
+        ops.record_walk,
+        (*verified[:5], verified.tokens),
+        ops.tree.Walked(*walked),
+        ops.Nodes(verified.nodes, kept),
+        (size, *others),
+        meant_root,
+        meant,
+        longest,
+    )
+    assert meant.tolist() == wanted
+    assert [part.tolist() for part in found] == [wanted_ids, wanted_over]
+    assert meant_root.tolist() == root.tolist()
+
+
+def test_wrong_records_are_refused() -> None:
+    verified, walked, counts = record_of(1, 5, 7, 5)
+    verified = kernel.Verified(*(part.to(DEVICE) for part in verified))
+    walked = tuple(part.to(DEVICE) for part in walked)
+    numbers = tuple(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in counts)
+    record, root = torch.zeros(7 + 14 + 25, dtype=torch.int64, device=DEVICE), walked[2].clone()
+    for changes, named in (
+        ({"record": record[:-1]}, "record: 7 numbers"),
+        ({"record": record.int()}, "dense int64"),
+        ({"walked": (walked[0][:3], *walked[1:])}, "path, nodes"),
+        ({"counts": (root, *numbers[1:])}, "int32"),
+        ({"verified": verified._replace(log_probs=verified.log_probs.double())}, "float32"),
+    ):
+        known = {"verified": verified, "walked": walked, "counts": numbers, "record": record}
+        with pytest.raises(ValueError, match=named):
+            kernel.record_walk(**(known | changes), root=root, longest=7)
+
+
 def test_wrong_arguments_are_refused() -> None:
     ids, one = (
         torch.zeros(2, dtype=torch.int64, device=DEVICE),

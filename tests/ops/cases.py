@@ -388,6 +388,8 @@ def start_search(draw: Draw) -> tuple:
         draw.between(1, 3),
         source_of(draw, 1),
         (draw.between(1, 6), -draw.between(1, 3)),
+        count(draw.between(0, 5)),
+        draw.between(1, 6),
     ), {}
 
 

@@ -23,7 +23,7 @@ from specengine.ops._trial import (
     _wave,
     _whole,
 )
-from specengine.ops.tree import Nodes
+from specengine.ops.tree import Nodes, Walked
 from specengine.ops.worth import (
     KNOTS,
     LEVELS,
@@ -116,6 +116,41 @@ def _gather_rows(device: torch.device) -> list[tuple[Any, ...]]:
     return [given]
 
 
+def _level_rows(device: torch.device) -> list[tuple[Any, ...]]:
+    frontier = Nodes(_whole(device, 3, 2, 0), _count(device, 2))
+    counts = _count(device, 9), _count(device, 4)
+    seen = torch.zeros(71, 2, dtype=torch.int64, device=device)
+    factors = _wave(device, 2)
+    known = (_tree(device, 70), _count(device, 5), frontier, *counts, seen)
+    return [(*known, numbers, _count(device, 1)) for numbers in (None, factors)]
+
+
+def _gather_norms(device: torch.device) -> list[tuple[Any, ...]]:
+    gathered = _gather_rows(device)[0]
+    weights = _wave(device, SIZE, phase=2.0), _wave(device, SIZE, phase=3.0)
+    return [(*gathered, weights, 1e-5)]
+
+
+def _record_walk(device: torch.device) -> list[tuple[Any, ...]]:
+    tree = tuple(part[:5].contiguous() for part in _tree(device, 5))
+    nodes = Nodes(_whole(device, 0, 1, 2, 5, 8), _count(device, 5))
+    counts = tuple(_count(device, value) for value in (9, 3, 40, 0))
+    blank = _whole(device, *[-1] * (7 + 2 * 4 + 5 * 6))
+    walks = (_whole(device, 0, 1, 3, 0, 0), 3, 77), (_whole(device, *[0] * 5), 0, -1)
+    return [
+        (
+            tree,
+            Walked(path, _count(device, live), _whole(device, bonus)),
+            nodes,
+            counts,
+            _whole(device, 5, 5),
+            blank,
+            4,
+        )
+        for path, live, bonus in walks
+    ]
+
+
 def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
     rows, positions = _rows(device, ROWS), _whole(device, 3, 4, 4, 5, 6)
     tables = _wave(device, 9, SIZE // 2), _wave(device, 9, SIZE // 2, phase=1.5)
@@ -194,7 +229,8 @@ def _search(device: torch.device, capacity: int = 20) -> tuple[Any, ...]:
 
 
 def _start_search(device: torch.device) -> list[tuple[Any, ...]]:
-    return [(*_search(device), 2, None, (8, -1.0))]
+    searched = *_search(device), 2, None, (8, -1.0)
+    return [(*searched, _count(device, skipped), 3) for skipped in (2, 3)]
 
 
 def _grow_likely(device: torch.device) -> list[tuple[Any, ...]]:
@@ -227,10 +263,13 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "count_outcomes": _count_outcomes,
     "couple": _couple,
     "extract": _extract,
+    "gather_norms": _gather_norms,
     "gather_rows": _gather_rows,
     "grow_likely": _grow_likely,
     "keep_likely": _keep_likely,
     "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
+    "level_rows": _level_rows,
+    "record_walk": _record_walk,
     "rope_store": _rope_store,
     "silu_mul": lambda device: [
         tuple(parts) for parts in _layer(device, (ROWS, COLUMNS), (ROWS, COLUMNS))

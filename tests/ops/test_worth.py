@@ -500,8 +500,11 @@ class TestBindSearch:
         del state
         gc.collect()
         bound.throughput.prices.draft.fill_(9.0)
-        pays = ops.start_search(tree.arrays, tree.size, bound, 1, None, (1, -1.0))
-        assert pays.tolist() == [0]
+        skipped = torch.zeros(1, dtype=torch.int32)
+        started = 1, None, (1, -1.0), skipped, 2
+        for cycles, drafts in (1, 0), (2, 0), (0, 1), (1, 0):  # a pass is due after two cycles
+            found = ops.start_search(tree.arrays, tree.size, bound, *started)
+            assert (int(skipped), int(found)) == (cycles, drafts)
         assert bound.notes.waiting.tolist()[:2] == [True, False]
 
     @pytest.mark.parametrize("backend", ["cpp"], indirect=True)
@@ -513,12 +516,13 @@ class TestBindSearch:
             )
         bound = ops.bind_search(SearchState(counts, notes, throughput_of()))
         counts.group.fill_(99)
+        started = 1, None, (1, -1.0), torch.zeros(1, dtype=torch.int32), 2
         with pytest.raises(InputError, match=r"^group: got 99"):
-            ops.start_search(tree.arrays, tree.size, bound, 1, None, (1, -1.0))
+            ops.start_search(tree.arrays, tree.size, bound, *started)
         counts.group.zero_()
         larger = toy.TokenTree.root(9, 400)
         with pytest.raises(InputError, match=r"^stated: got"):
-            ops.start_search(larger.arrays, larger.size, bound, 1, None, (1, -1.0))
+            ops.start_search(larger.arrays, larger.size, bound, *started)
 
 
 def equal(one, other):

@@ -11,7 +11,7 @@ import pytest
 
 from specengine.engine import Client, Pool, TextGeneration, Ticket
 from specengine.engine.scheduler import PIECE, Scheduler
-from specengine.models.native import LaneTarget
+from specengine.models.native import NativeLane
 from specengine.serve.worker import MAX_CLIENTS, Clients, Job, Worker
 from tests.models.native_engines import needs_extension
 from tests.serve.served import CHAT, Gate, served, until
@@ -112,7 +112,7 @@ def test_keys_tell_clients_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_extension
 def test_room_goes_to_who_was_served_least_and_others_wait_behind() -> None:
     engine = native_engine()
-    room = LaneTarget(engine.target.lm).cache.bytes_of(3 + 60 + engine.drivers.own.eager.budget)
+    room = NativeLane(engine.target).cache.bytes_of(3 + 60 + engine.drivers.own.eager.budget)
     pool = Pool(engine, 4, memory=room)  # for one
     placed: list[Any] = []
     make_room = pool._make_room

@@ -3,9 +3,9 @@
 from specengine.models.native.lm import (
     PREFILL_ROWS,
     HeadRows,
-    LaneTarget,
     NativeDflashHead,
     NativeHead,
+    NativeLane,
     NativeLM,
     NativeTarget,
     RowBatch,
@@ -16,10 +16,10 @@ from specengine.models.native.loaded import from_model
 __all__ = [
     "PREFILL_ROWS",
     "HeadRows",
-    "LaneTarget",
     "NativeDflashHead",
     "NativeHead",
     "NativeLM",
+    "NativeLane",
     "NativeTarget",
     "RowBatch",
     "from_model",

@@ -11,8 +11,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.errors import UnsupportedModelError, require, require_supported
-from specengine.models import Chosen, SharedRows, Successors, common_prefix, families
+from specengine.models import Chosen, SharedRows, Successors, families
 from specengine.models.attention import Prompt
 from specengine.models.configs import (
     ACTIVATIONS,
@@ -47,6 +47,7 @@ from specengine.models.kv_cache import (
     CachedTarget,
     CacheLayout,
     KVCache,
+    LaneTarget,
     Logits,
     Rows,
     in_own_dtype,
@@ -1001,65 +1002,5 @@ class RowBatch(SharedRows):
     states: Tensor | None = None
 
 
-class LaneTarget(NativeTarget):
-    """One of several targets over a NativeLM, whose rows are run with those of the others."""
-
-    def __init__(self, lm: NativeLM) -> None:
-        super().__init__(lm)
-        self.counts = False  # experts are read for all texts at once
-        self.others = 0  # texts that are answered at present, this one left out
-        # rows of the next tree, where they were run with those of others
-        self._asked: RowBatch | None = None
-
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the thread that steps all texts is in the context of one of them
-
-    def ask(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
-        """Return the rows of a tree, to be run before `choose` is called with it, or `verify` if not `greedy`."""
-        self._asked = self._rows(tree, greedy=greedy)
-        return self._asked
-
-    def _run(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
-        batch, self._asked = self._asked, None
-        return batch or super()._run(tree, greedy=greedy)
-
-    def reset(self) -> None:
-        super().reset()
-        self._asked = None
-
-    def take_in(
-        self, tokens: list[int], keep: int, size: Callable[[int], int]
-    ) -> Generator[RowBatch, None, Tensor | None]:
-        """Run a prompt as `prefill` does, in pieces: yield the rows of each, which are run before it goes on.
-
-        size: returns the tokens of a piece by the tokens before it. Closed between two pieces, it keeps what was run.
-        """
-        self.cache.crop(keep)
-        self.tokens = tokens[: self.cache.length]
-        mark = len(tokens) - self._after_mark(len(tokens) - self.cache.length)
-        states: list[Tensor] = []
-        for end in dict.fromkeys((mark, len(tokens))):
-            while (start := self.cache.length) < end:
-                rows = self.lm.rows_of(
-                    tokens[start : min(end, start + size(start))], self.cache, self._features
-                )
-                yield rows
-                self.cache.length = start + len(rows.tokens)
-                self.tokens = tokens[: self.cache.length]
-                states += [] if rows.states is None else [rows.states]
-            if end == mark:
-                self.cache.mark()
-        return torch.cat(states) if states else None
-
-    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
-        """Return how many of the first `tokens` another cache holds that can be copied."""
-        return (
-            0
-            if self.cache.states or other._version != self.lm.version
-            else common_prefix(other.tokens, tokens)
-        )
-
-    def copy_from(self, other: LaneTarget, count: int) -> None:
-        """Become what another one is after its first `count` tokens. Both have the same weights."""
-        self.cache.copy_from(other.cache, count)
-        self.tokens, self._version = other.tokens[:count], other._version
+class NativeLane(LaneTarget, NativeTarget):
+    """One of several NativeTargets over a NativeLM."""

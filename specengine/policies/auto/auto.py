@@ -145,26 +145,28 @@ class Auto(TreePolicy):
 
     # ---- a cycle
 
-    def _first(self, tree: TokenTree, state: DeviceSearch) -> Nodes:
-        """Return the root if its pass pays or is due, else nothing."""
+    def _first(self, tree: TokenTree, state: DeviceSearch) -> Tensor:
+        """Return whether the root's pass pays or is due, int32 [1]."""
         if (trained := tree.origin == "draft") is not state.trained:
             state.enter(self._group, trained)
         free = self._free(tree) if ops.is_free(tree.size) else None
         covered = self.budget, math.log(MIN_FREE_PASS)
-        pays = ops.start_search(tree.arrays, tree.size, state.bound, self.rounds, free, covered)
-        skipped = ops.number(state.skipped)
-        drafts = (ops.number(pays) > 0) | (skipped >= self.patience)
-        if isinstance(drafts, Tensor):
-            state.skipped.copy_(torch.where(drafts, 0, skipped + 1))
-        else:
-            state.skipped.fill_(0 if drafts else skipped + 1)
-        return tree.root_alone().where(drafts)
+        return ops.start_search(
+            tree.arrays,
+            tree.size,
+            state.bound,
+            self.rounds,
+            free,
+            covered,
+            state.skipped,
+            self.patience,
+        )
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         state = self._state[tree.device]
         drafted = step.unmixed or Drafted(step.logits, step.token_ids, step.normalized, step.marks)
         if not drafted.logits.shape[0]:
-            return self._first(tree, state)
+            return Nodes(frontier.ids, self._first(tree, state))
         limits = self._limits._replace(budget=1) if self._costs.base.chains else self._limits
         return ops.grow_likely(tree.arrays, tree.counters, frontier, drafted, state.bound, limits)
 

@@ -14,11 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine.checkpoints.eagle import load_head
 from specengine.errors import require
-from specengine.models.configs import family_of
+from specengine.models.configs import STEADY_ROPES, family_of
 from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
     DEFAULT_THETA,
-    ROPE_TYPES,
     Eagle3Head,
     EagleConfig,
     EagleHead,
@@ -189,7 +188,7 @@ def new_config(weights: Weights, version: int, options: TrainOptions) -> EagleCo
     target, vocab_size = weights.config, weights.vocab_size
     heads = target.num_attention_heads
     rope = dict(getattr(target, "rope_parameters", None) or {})
-    if rope.get("rope_type") not in ROPE_TYPES:
+    if rope.get("rope_type") not in STEADY_ROPES:
         rope = {"rope_type": "default", "rope_theta": DEFAULT_THETA}
     kv_heads = options.kv_heads or getattr(target, "num_key_value_heads", None) or heads
     require("kv_heads", kv_heads, f"divisors of the {heads} heads", heads % kv_heads == 0)

@@ -1,0 +1,311 @@
+"""Answers side by side over a model's own modules and fused layers: rows of several texts are one forward."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specengine import Engine, ops
+from specengine.drafters import Drafter
+from specengine.drafters.eagle import EagleDraft
+from specengine.drafters.recycling import Recycling
+from specengine.drafters.small_model import SmallModel
+from specengine.engine import Pool, generation
+from specengine.errors import InputError, UnsupportedModelError
+from specengine.models import fused, kv_cache
+from specengine.models.huggingface import CausalLM, HuggingFaceTarget, ModuleLane
+from specengine.models.kv_cache import LaneTarget
+from specengine.ops import cuda_graphs
+from specengine.ops.cuda_graphs import Graphs
+from specengine.ops.tree import TokenTree
+from tests import toy
+from tests.engine.lanes import prompts
+from tests.graphs import pretended
+from tests.ops.backends import choose
+from tests.toy import VOCABULARY, policy_for, random_tree, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LAYERS = 3
+MEMORY = 1 << 30  # bytes, of all caches
+KEPT = {"max_new_tokens": 20, "eos_token_id": []}
+
+
+@torch.inference_mode()
+def texts(target: HuggingFaceTarget, seed: int) -> tuple[list[ModuleLane], list[TokenTree]]:
+    """Return lanes with prompts of several lengths in their caches, and a tree for each."""
+    chance = random.Random(seed)
+    lanes, trees = [], []
+    for number in range(5):
+        lane = ModuleLane(target)
+        prompt = [chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 2, 9, 30, 70]))]
+        lane.want((1, 2))
+        lane.reserve(120, 40)
+        lane.prefill(prompt)
+        lane.cache.slab[:, :, :, lane.cache.length :] = float("nan")
+        nodes = chance.choice([1, 1, 2, 5, 17])
+        lanes.append(lane)
+        trees.append(random_tree(100 * seed + number, nodes, VOCABULARY, root=prompt[-1]))
+    return lanes, trees
+
+
+@torch.inference_mode()
+def together(lanes: list[ModuleLane], trees: list[TokenTree]) -> list[tuple[Tensor, Tensor]]:
+    """Return the logits and features of each tree from one forward, with a piece of another text's prompt."""
+    batch: list[Any] = [
+        lane.ask(tree, greedy=False) for lane, tree in zip(lanes, trees, strict=True)
+    ]
+    piece = lanes[0].lm.rows_of([5, 6, 7], lanes[0].lm.new_cache(1))
+    lanes[0].lm.run_lanes([batch[0], piece, *batch[1:]])
+    assert piece.logits is None
+    return [(rows.logits, rows.states) for rows in batch]
+
+
+@torch.inference_mode()
+def check(target: HuggingFaceTarget) -> None:
+    for seed in range(4):
+        lanes, trees = texts(target, seed)
+        before = [lane.cache.slab.clone() for lane in lanes]
+        alone = [lane.verify(tree) for lane, tree in zip(lanes, trees, strict=True)]
+        slabs = [lane.cache.slab.clone() for lane in lanes]
+        for lane, slab in zip(lanes, before, strict=True):
+            lane.cache.slab.copy_(slab)
+        for found, wanted, lane, slab in zip(
+            together(lanes, trees), alone, lanes, slabs, strict=True
+        ):
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(lane.cache.slab, slab, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", [*toy.FAMILIES, "gemma3_text", "qwen3_moe"])
+def test_rows_of_several_texts_are_those_of_each_alone(family: str) -> None:
+    check(HuggingFaceTarget(tiny(family, num_hidden_layers=LAYERS)))
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse layers on a CPU as well, where torch runs their ops."""
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    monkeypatch.setattr(ops, "is_served", lambda *_: True)
+
+
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_fused_layers_run_rows_of_several_texts(family: str, merge: bool) -> None:
+    window = {"sliding_window": 12} if family == "mistral" else {}
+    target = HuggingFaceTarget(tiny(family, num_hidden_layers=LAYERS, **window), merge=merge)
+    assert target.lm.modules.startswith("fused")
+    check(target)
+
+
+@torch.inference_mode()
+def test_a_text_that_reads_anothers_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = HuggingFaceTarget(tiny("llama", num_hidden_layers=LAYERS))
+    lanes, trees = texts(target, 0)
+    right = together(lanes, trees)
+    lanes[0].cache.slab, lanes[0].cache.length = lanes[1].cache.slab, lanes[1].cache.length
+    wrong = together(lanes, trees)
+    assert not torch.allclose(right[0][0], wrong[0][0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(right[2], wrong[2])
+
+
+def drafter_of(draft: str, target: HuggingFaceTarget) -> Drafter | None:
+    if draft == "small_model":
+        return SmallModel(toy.near_copy("llama", num_hidden_layers=LAYERS), VOCABULARY)
+    if draft == "eagle3":
+        config = toy.head_config(3, target.lm.model, layer_ids=(0, 1, 1))
+        return EagleDraft(toy.tiny_head(config), target.lm)
+    return Recycling() if draft == "recycling" else None
+
+
+@pytest.mark.sliced(3)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "seed": 5, "temperature": 0.9}, {"logprobs": 2}], ids=str
+)
+@pytest.mark.parametrize(
+    ("draft", "policy"),
+    [
+        ("plain", "eagle"),
+        ("recycling", "talon"),
+        ("recycling", "auto"),
+        ("small_model", "eagle"),
+        ("eagle3", "salf"),
+        ("eagle3", "auto"),
+    ],
+)
+def test_answers_are_those_given_alone(draft: str, policy: str, options: dict[str, Any]) -> None:
+    target = HuggingFaceTarget(tiny("llama", num_hidden_layers=LAYERS))
+    drafter = drafter_of(draft, target)
+    engine = Engine(target, drafter, None if drafter is None else policy_for(policy))
+    asked = [*prompts(6), [(7 * i + 3) % VOCABULARY for i in range(150)]]
+    alone = [engine.generate(prompt, **KEPT, **options) for prompt in asked]
+    pool = Pool(engine, 3)
+    many = pool.generate(asked, **KEPT, **options)
+    assert [result.token_ids for result in many] == [result.token_ids for result in alone]
+    steps = sum(result.stats.num_spec_steps for result in many)
+    assert pool.scheduler.forwards < 0.8 * steps
+
+
+def test_texts_share_the_forwards_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, runs = HuggingFaceTarget(tiny("llama")), list[int]()
+    pool = Pool(Engine(target, None, None), 4)
+    run = nn.Embedding.forward
+
+    def counted(self: Any, tokens: Tensor) -> Tensor:
+        runs.append(tokens.numel())
+        return run(self, tokens)
+
+    monkeypatch.setattr(nn.Embedding, "forward", counted)
+    pool.generate([[1, 2, 3]] * 4, max_new_tokens=40, eos_token_id=[])
+    assert sum(runs) >= 4 * 40
+    assert len(runs) <= 50  # 160 and more, one by one
+
+
+def test_what_is_strict_keeps_its_bits_beside_others() -> None:
+    model = tiny("qwen3", hidden_size=64, intermediate_size=128, head_dim=32, num_attention_heads=2)
+    try:
+        target = HuggingFaceTarget(model.bfloat16(), strict=True, captured=True)
+    except UnsupportedModelError as error:
+        pytest.skip(str(error))
+    engine = Engine(target, None, None)
+    asked = [*prompts(4), [(7 * i + 3) % VOCABULARY for i in range(150)]]
+    options = KEPT | {"logprobs": 1}
+    alone = [engine.generate(prompt, **options) for prompt in asked]
+    many = Pool(engine, 3).generate(asked, **options)
+    assert [result.logprobs for result in many] == [result.logprobs for result in alone]
+
+
+def test_a_model_that_is_changed_is_read_again() -> None:
+    model = tiny("llama")
+    engine = Engine(HuggingFaceTarget(model), None, None)
+    pool = Pool(engine, 2)
+    before = [result.token_ids for result in pool.generate(prompts(3), **KEPT)]
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0))
+    after = [result.token_ids for result in pool.generate(prompts(3), **KEPT)]
+    assert after == [engine.generate(prompt, **KEPT).token_ids for prompt in prompts(3)]
+    assert after != before
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "gemma4_text", "lfm2"], ids=["dense mask", "shared keys", "states"]
+)
+def test_models_whose_rows_stand_alone_refuse(family: str) -> None:
+    engine = Engine.from_pretrained(tiny(family), "ngram", backend="huggingface")
+    with pytest.raises(InputError, match="parallel: got 2, accepted 1 on "):
+        Pool(engine, 2)
+
+
+# ---- on a device
+
+
+@pytest.fixture
+def by_meanings(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "reference")
+    monkeypatch.setattr(ops, "is_served", lambda *_: True)
+
+
+def on_the_device(draft: str = "plain", policy: str = "eagle") -> Engine:
+    model = pretended.moved(tiny("llama", num_hidden_layers=LAYERS))
+    target = HuggingFaceTarget(model, captured=True)
+    assert target.lm.modules == "fused"
+    drafter: Any = EagleDraft(head(), target.lm) if draft == "eagle3" else None
+    return Engine(target, drafter, None if drafter is None else policy_for(policy, 3))
+
+
+def head() -> Any:
+    config = toy.head_config(3, tiny("llama", num_hidden_layers=LAYERS), layer_ids=(0, 1, 1))
+    return pretended.moved(toy.tiny_head(config))
+
+
+def alone(asked: list[list[int]], **options: Any) -> list[list[int]]:
+    engine = Engine(HuggingFaceTarget(tiny("llama", num_hidden_layers=LAYERS)), None, None)
+    return [engine.generate(prompt, **options).token_ids for prompt in asked]
+
+
+def tokens(results: list[Any]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+pretends = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}, {"logprobs": 1}], ids=str)
+def test_eight_texts_on_a_device_are_one_graph(options: dict[str, Any]) -> None:
+    """Whichever of them are under way, plain decoding replays one capture."""
+    asked, options = prompts(11), {"max_new_tokens": 6, "eos_token_id": [], **options}
+    expected = alone(asked, **options)
+    with pretended.cuda():
+        pool = Pool(on_the_device(), 8, MEMORY)
+        assert tokens(pool.generate(asked, **options)) == expected
+        lane = pool.engines[0].target
+        assert lane.joined.graphs.captures == {"lanes ()": 1}
+        assert all(known.graph is not None for known in lane.joined.graphs._captured.values())
+    assert pool.scheduler.forwards < 30
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+@pytest.mark.parametrize("policy", ["eagle", "auto"])
+def test_texts_with_drafts_on_a_device(policy: str) -> None:
+    asked, options = prompts(4), {"max_new_tokens": 8, "eos_token_id": []}
+    expected = alone(asked, **options)
+    with pretended.cuda():
+        pool = Pool(on_the_device("eagle3", policy), 3, MEMORY)
+        assert tokens(pool.generate(asked, **options)) == expected
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+def test_caches_that_grow_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MIN_ROOM", 4)
+    monkeypatch.setattr(cuda_graphs, "MIN_SLOTS", 16)
+    monkeypatch.setattr(kv_cache, "GRANULE", 8)
+    asked, options = [[1, 2, 3], [5] * 7], {"max_new_tokens": 60, "eos_token_id": []}
+    expected = alone(asked, **options)
+    with pretended.cuda():
+        pool = Pool(on_the_device(), 2, MEMORY)
+        assert tokens(pool.generate(asked[:1], max_new_tokens=4)) == [expected[0][:4]]
+        assert tokens(pool.generate(asked, **options)) == expected
+        assert pool.engines[0].target.joined.graphs.captures["lanes ()"] > 1
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+def test_a_capture_that_fails_leaves_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, options = prompts(3), {"max_new_tokens": 6, "eos_token_id": []}
+    expected, tried = alone(asked, **options), list[Any]()
+
+    def refused(self: Graphs, name: Any, *_: Any) -> None:
+        tried.append(name)
+        raise cuda_graphs.GraphMemoryError("graphs: no memory")
+
+    with pretended.cuda():
+        pool = Pool(on_the_device(), 3, MEMORY)
+        monkeypatch.setattr(Graphs, "_capture", refused)
+        assert tokens(pool.generate(asked, **options)) == expected
+        assert 1 <= len(tried) < 6  # once for each set of caches, not for each step
+
+
+def test_graphs_without_a_device_run_uncaptured() -> None:
+    asked, options = prompts(5), {"max_new_tokens": 9, "eos_token_id": []}
+    target = HuggingFaceTarget(tiny("llama", num_hidden_layers=LAYERS), captured=True)
+    pool = Pool(Engine(target, None, None), 3, MEMORY)
+    assert tokens(pool.generate(asked, **options)) == alone(asked, **options)
+
+
+def test_lanes_are_of_the_model_that_they_stand_beside() -> None:
+    target = HuggingFaceTarget(tiny("llama"))
+    lane = ModuleLane(target)
+    assert isinstance(lane, LaneTarget)
+    assert isinstance(lane.lm, CausalLM)
+    assert lane.lm is target.lm
+    assert lane.cache is not target.cache
+    assert not lane.captured
