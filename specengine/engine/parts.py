@@ -36,10 +36,8 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix
 from specengine.models import free_memory as free_memory
-from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
-from specengine.models.kv_cache import CachedTarget, LaneTarget
-from specengine.models.mtp import AssistantHead
-from specengine.models.native import PREFILL_ROWS, NativeLane, NativeTarget
+from specengine.models.kv_cache import LANES, CachedTarget, LaneTarget
+from specengine.models.native import PREFILL_ROWS, NativeTarget
 from specengine.models.native.weights import progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 MAX_CAPTURED = 4  # policies by name, next to the engine's own, whose graphs are kept
 SHARED = 32  # tokens of another text's prompt that are worth a copy, or waiting for them
-# targets whose rows are run with those of others, by the class of one alone
-LANES: dict[type, type[LaneTarget]] = {NativeTarget: NativeLane, HuggingFaceTarget: ModuleLane}
 MOST = 8  # answers at once where nobody says how many: sixteen bring little more, and each takes longer
 
 
@@ -317,14 +313,14 @@ class Pool:
             "parallel",
             count,
             f"1 on {engine.target.backend or 'this target'}",
-            is_shared(engine.target),
+            type(engine.target) in LANES and cast(Any, engine.target).lm.joins,
         )
         self.memory = free_memory(engine.target.device) // 2 if memory is None else memory
         self.scheduler = Scheduler(cast(CachedTarget, engine.target))
         self.tokenizer = SharedTokenizer.of(engine.tokenizer)
         self.engines = [self._beside(engine) for _ in range(count + spare)]
         if engine.target.captured:
-            CapturedLanes([cast(ModuleLane, other.target) for other in self.engines])
+            CapturedLanes([cast(Any, other.target) for other in self.engines])
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)
@@ -461,8 +457,10 @@ class Pool:
         policy = None if engine.policy is None else dataclasses.replace(cast(Any, engine.policy))
         target = LANES[type(engine.target)](cast(CachedTarget, engine.target))
         head = None if draft is None else getattr(drafters.innermost(draft), "head", None)
-        if isinstance(head, AssistantHead):
-            head.follow(target)
+        if (
+            follow := getattr(head, "follow", None)
+        ) is not None:  # an assistant, of its target's keys
+            follow(target)
         made = type(engine)(target, draft, policy, self.tokenizer)
         made.notes, made.pool, made.vocabularies = list(engine.notes), self, engine.vocabularies
         made.ring, made.memory = engine.ring, engine.memory
@@ -488,11 +486,6 @@ class Pool:
         answers = run_tasks(self.engines, self.scheduler, take)
         results = dict(progress_bar(answers, "Answers", getattr(prompts, "__len__", int)()))
         return [results[number] for number in range(len(results))]
-
-
-def is_shared(target: Target) -> bool:
-    """Return whether rows of several texts can be run together on a target like this one."""
-    return type(target) is NativeTarget or (type(target) is HuggingFaceTarget and target.lm.joins)
 
 
 def parallel_of(engine: EngineState, memory: int | None = None) -> int:

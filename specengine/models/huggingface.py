@@ -31,6 +31,7 @@ from specengine.models.attention import (
 )
 from specengine.models.configs import NO_MEMORY, SLIDING, context_limit, window_of
 from specengine.models.kv_cache import (
+    LANES,
     CachedTarget,
     CacheLayout,
     KVCache,
@@ -173,6 +174,7 @@ class TwinModules:
     modules     the twin; `runs` is it, or its packed twin, made where the weights were as in `contents`
     accepts     arguments of its forward
     keeps_rows  whether the forward can leave out logits
+    own_keys    whether each layer reads keys of its own
     window      positions that layers which slide see; None without any
     dense       whether its attention runs with a dense mask; by_type: with one for each type of layers
     """
@@ -182,9 +184,9 @@ class TwinModules:
         self.config = modules.config.get_text_config(decoder=True)
         self.window = window_of(self.config)
         self.accepts = frozenset(inspect.signature(modules.forward).parameters)
+        self.own_keys = not getattr(self.config, "num_kv_shared_layers", 0)
         # transformers runs layers that share keys over the rows whose logits are kept alone
-        shared = getattr(self.config, "num_kv_shared_layers", 0)
-        self.keeps_rows = "logits_to_keep" in self.accepts and not shared
+        self.keeps_rows = "logits_to_keep" in self.accepts and self.own_keys
         device = modules.get_input_embeddings().weight.device
         self.dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self.dense = self.by_type = False
@@ -401,8 +403,7 @@ class CausalLM:
     def joins(self) -> bool:
         """Return whether rows of several texts can be one forward: layers read their own keys, by positions."""
         twin = self._twin
-        shared = getattr(self.config, "num_kv_shared_layers", 0)
-        return not (twin.dense or shared) and "position_ids" in twin.accepts
+        return twin.own_keys and not twin.dense and "position_ids" in twin.accepts
 
     @property
     def attention(self) -> str:
@@ -805,6 +806,7 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
         return 0 if self.strict_rows else super().shares(other, tokens)
 
 
+LANES[HuggingFaceTarget] = ModuleLane
 STRICT_ROWS = (32, 16, 8, 4, 2)
 # of every strict forward under graphs: products of one shape give a row the same bits
 PADDED_ROWS = 64

@@ -452,8 +452,8 @@ class LaneTarget(CachedTarget):
 
     def __init__(self, target: CachedTarget) -> None:
         """target: the one that it joins. It counts no experts, as rows of all texts are counted at once."""
-        fresh = {"cache": target.lm.new_cache(1), "tokens": [], "captured": False, "counts": False}
-        vars(self).update(vars(target), **fresh)
+        cache, uncounted = target.lm.new_cache(1), {"counts": False, "experts": None}
+        vars(self).update(vars(target), cache=cache, tokens=[], captured=False, **uncounted)
 
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # the thread that steps all texts is in the context of one of them
@@ -507,6 +507,10 @@ class LaneTarget(CachedTarget):
         """Become what another one is after its first `count` tokens. Both have the same weights."""
         self.cache.copy_from(other.cache, count)
         self.tokens, self._version = other.tokens[:count], other._version
+
+
+# by the class of a target that can stand beside others of its model, where the latter's `joins` says so
+LANES: dict[type, type[LaneTarget]] = {}
 
 
 def in_own_dtype(

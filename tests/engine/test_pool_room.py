@@ -295,7 +295,7 @@ def test_leaving_an_asynchronous_stream_that_waits_ends_it(
 ) -> None:
     engine = engine_of()
     room = NativeLane(engine.target).cache.bytes_of(3 + 200 + engine.drivers.own.eager.budget)
-    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda *_: 2 * room)
 
     def threads() -> int:
         return sum(thread.name == "specengine-astream" for thread in threading.enumerate())

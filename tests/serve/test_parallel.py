@@ -257,7 +257,7 @@ def test_an_answer_without_room_counts_as_waiting(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda *_: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         jobs = [many.submit(server.post, long, TEXTS) for _ in range(2)]
@@ -276,7 +276,7 @@ def test_a_client_that_leaves_while_it_waits_for_room_frees_its_place(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda *_: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with served(native_engine, parallel=2) as server, ThreadPoolExecutor(2) as many:
         first = many.submit(server.post, long, TEXTS)
@@ -299,7 +299,7 @@ def test_an_answer_that_waits_for_room_beyond_its_time_ends(
     stream: bool, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 600 * slot_bytes()  # for one answer
-    monkeypatch.setattr(parts, "free_memory", lambda: 2 * room)
+    monkeypatch.setattr(parts, "free_memory", lambda *_: 2 * room)
     long = TEXT | {"max_tokens": 400, "ignore_eos": True}
     with (
         served(native_engine, parallel=2, max_seconds=0.4) as server,

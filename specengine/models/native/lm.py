@@ -44,6 +44,7 @@ from specengine.models.extension import (
 )
 from specengine.models.families import Routes, Shape
 from specengine.models.kv_cache import (
+    LANES,
     CachedTarget,
     CacheLayout,
     KVCache,
@@ -89,7 +90,7 @@ class NativeLM:
     """
 
     attention = "native"
-    packed = False
+    packed, joins = False, True
     device = torch.device("cpu")
 
     def __init__(
@@ -1004,3 +1005,6 @@ class RowBatch(SharedRows):
 
 class NativeLane(LaneTarget, NativeTarget):
     """One of several NativeTargets over a NativeLM."""
+
+
+LANES[NativeTarget] = NativeLane
