@@ -442,18 +442,25 @@ def test_other_tensors_are_refused_by_name(
     assert problem in str(refused.value)
 
 
-@pytest.mark.parametrize("raw", [FLAT, CONVOLVED], ids=["DSpark", "DFlash2"])
-def test_a_folder_drafts_on_both_forwards_for_several_texts(tmp_path: Path, raw: Any) -> None:
+@pytest.mark.parametrize(
+    ("raw", "dtype"),
+    [(FLAT, "float32"), (CONVOLVED, "float32"), (CONVOLVED | NEAR, "bfloat16")],
+    ids=["DSpark", "DFlash2", "windows in int8"],
+)
+def test_a_folder_drafts_on_both_forwards_for_several_texts(
+    tmp_path: Path, raw: Any, dtype: str
+) -> None:
     changes = SPARK if raw is FLAT else SECOND
     folder = written(tmp_path / "head", raw, block_config(**changes))
     name = str(tmp_path / "model")
     deep().save_pretrained(name)
     byte_tokenizer().save_pretrained(name)
-    plain = Engine.from_pretrained(name, policy="plain", dtype="float32")
+    plain = Engine.from_pretrained(name, policy="plain", dtype=dtype)
     prompts = [PROMPT, [9] * 20, [5]]
-    for options in ({}, {"lookup": False}, {"backend": "huggingface"}):
+    other = [{"backend": "huggingface"}] if dtype == "float32" else []
+    for options in ({}, {"lookup": False}, *other):
         engine = Engine.from_pretrained(
-            name, draft=str(folder), policy="ddtree", dtype="float32", **options
+            name, draft=str(folder), policy="ddtree", dtype=dtype, **options
         )
         kind = DflashHead if "backend" in options else NativeDflashHead
         inner: Any = engine.drafter
@@ -461,7 +468,7 @@ def test_a_folder_drafts_on_both_forwards_for_several_texts(tmp_path: Path, raw:
             inner = inner.inner
         assert type(inner.head) is kind
         for sampling in ({}, {"temperature": 0.8, "seed": 4}):
-            if "backend" in options:  # for one text at a time
+            if kind is DflashHead:  # for one text at a time
                 answers = [engine.generate(one, max_new_tokens=12, **sampling) for one in prompts]
             else:
                 answers = Pool(engine, 2).generate(prompts, max_new_tokens=12, **sampling)
