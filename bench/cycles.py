@@ -9,6 +9,7 @@ verify   milliseconds of the target over trees of so many rows
 parts    milliseconds of the parts of a cycle of one level, each a graph of its own: `draft` (the head), `policy` (its
          rule), `verify`, `walk` (choices and walk) and `commit`; beside them those of the cycle as the engine runs it
 kernels  calls and microseconds by name in one replay, as torch's profiler counts them; operations on a CPU
+lanes    milliseconds of a plain row of each of so many texts, run together as one graph
 answer   milliseconds and draft passes of cycles of an answer, as a user has it; a random head drafts in vain
 
 Cycles have random tokens, and leave no trace in the caches. Elsewhere than on CUDA the same functions run uncaptured.
@@ -45,12 +46,12 @@ from specengine import Engine, ops, policies
 from specengine.benchmark.records import Log, Record
 from specengine.costs.measuring import SyntheticCycles
 from specengine.drafters.eagle import EagleDraft
-from specengine.engine.captured import CapturedDriver, pad_to
+from specengine.engine.captured import CapturedDriver, CapturedLanes
 from specengine.engine.parts import PLAIN
 from specengine.errors import require_value
 from specengine.models import attention, fused
 from specengine.models.eagle import EagleConfig, EagleHead
-from specengine.models.huggingface import HuggingFaceTarget
+from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import Mark
 from specengine.ops.select import Step
@@ -64,6 +65,7 @@ Key = tuple[Any, ...]  # `of`: tokens of the prompt or in the caches, or the par
 PAPERS = ("talon", "salf", "c2t", "dynatree", "ltd")
 POLICIES = ("auto", PLAIN, "eagle", *PAPERS)
 ROWS, CONTEXTS, LENGTHS = (1, 8, 16, 32, 64), (64, 1024), (37, 64, 65, 200, 513, 1000)
+TEXTS = (1, 2, 4, 8)
 REPEATS = 3  # prompts of each length; cycles in which a part's kernels are counted
 AT_ONCE = 4  # cycles between two looks at the clock
 MAX_NAMES = 28  # of kernels, those that take longest
@@ -240,7 +242,7 @@ class CycleParts:
         walked = self._part("walk", walk)
 
         def commit() -> tuple[Nodes, Tensor]:
-            path = Nodes(pad_to(walked.nodes, driver.longest), walked.live)
+            path = Nodes(ops.padded(walked.nodes, driver.longest), walked.live)
             tokens = verified.tokens.index_select(0, path.ids)
             target.keep(path)
             if driver.drafter is not None and driver.policy is not None:
@@ -292,6 +294,7 @@ class Cycles:
                     "verify": (self._verify, args.contexts if policy == first else ()),
                     "parts": (self._parts, args.contexts),
                     "kernels": (self._kernels, self._profiled(policy)),
+                    "lanes": (self._lanes, args.texts if policy == PLAIN else ()),
                     "answer": (self._answer, args.contexts[:1]),
                 }
                 for kind, (function, places) in measured.items():
@@ -453,6 +456,33 @@ class Cycles:
                 self._wait()
         return profiler.key_averages()
 
+    @torch.inference_mode()
+    def _lanes(self, key: Key) -> Record:
+        """Time a row of each text, behind the first of the contexts, with the copy of the tokens into the graph."""
+        _, variant, _, texts = key
+        target, context = self.engine(variant).target, self._args.contexts[0]
+        lanes = [ModuleLane(cast(HuggingFaceTarget, target)) for _ in range(texts)]
+        joined = CapturedLanes(lanes)
+        for number, lane in enumerate(lanes):
+            lane.reserve(context, 1)
+            lane.prefill(self._text(context, number))
+        trees = [TokenTree.alone(1, target.device) for _ in lanes]
+        times = []
+
+        def run() -> None:
+            joined.run_lanes(
+                [lane.ask(tree, greedy=True) for lane, tree in zip(lanes, trees, strict=True)]  # type: ignore[misc]
+            )
+
+        run()  # captures
+        for _ in self._until():
+            began = Mark(self._device)
+            run()
+            ended = Mark(self._device)
+            ended.wait()
+            times.append(ended.since(began))
+        return {"ms": milliseconds(times), "graphs": sum(joined.graphs.captures.values())}
+
     def _answer(self, key: Key) -> Record:
         _, variant, policy, context = key
         pieces = self.engine(variant).stream(
@@ -520,6 +550,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--texts", type=int, nargs="+", default=list(TEXTS), help="at once")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="of prompts")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     add_arguments(parser, "dtype", "device", "out")
@@ -553,7 +584,17 @@ def records(args: argparse.Namespace, log: Log) -> Iterator[Record]:
 
 
 def _settings(args: argparse.Namespace) -> Record:
-    named = ("dtype", "device", "variants", "policy", "rows", "contexts", "lengths", "seconds")
+    named = (
+        "dtype",
+        "device",
+        "variants",
+        "policy",
+        "rows",
+        "contexts",
+        "texts",
+        "lengths",
+        "seconds",
+    )
     return {
         "record": "settings",
         "shape": asdict(args.shape),

@@ -25,7 +25,7 @@ from tests.ops.backends import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = "--contexts 8 --lengths 5 --rows 1 4 --seconds 0 --shape 32x4x2x1x48x96x16x64"
+SIZES = "--contexts 8 --lengths 5 --rows 1 4 --texts 1 3 --seconds 0 --shape 32x4x2x1x48x96x16x64"
 SMALL = ["--device", "cpu", "--dtype", "float32", *SIZES.split()]
 Record = dict[str, Any]
 
@@ -91,6 +91,9 @@ def test_it_measures_policies_and_variants(
         assert each["us"] > 0
         assert "aten::mm" in each["by_name"]
         assert sum(calls for calls, _ in each["by_name"].values()) <= each["calls"] + 1e-6
+    lanes = of(records, "lanes")
+    assert [(each["variant"], each["of"]) for each in lanes] == [("base", 1), ("base", 3)]
+    assert min(each["ms"] for each in lanes) > 0
     answers = {each["policy"]: each for each in of(records, "answer")}
     assert answers["plain"]["draft_passes"] == 0 < answers["talon"]["draft_passes"]
     assert min(each["cycle_ms"] for each in answers.values()) > 0
