@@ -1,7 +1,5 @@
 """Drafters around a draft that one answer asks for: coupled to its draws, guided by its grammar, origins noted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,7 +93,7 @@ class Guided(Wrapped):
     Tokens that the grammar forces have probability 1, in a draft pass and, as `free`, without one.
     """
 
-    def __init__(self, drafter: Drafter, constraint: Constraint, written: list[int]) -> None:
+    def __init__(self, drafter: Drafter, constraint: "Constraint", written: list[int]) -> None:
         super().__init__(drafter)
         self.about = drafter.about._replace(passes=True)  # type: ignore[misc]  # which know what the grammar leaves
         self.constraint, self.written = constraint, written
@@ -201,7 +199,7 @@ class Origins(Wrapped):
         self.wanted = False
         self._forget()
 
-    def around(self, drafter: Drafter) -> Origins:
+    def around(self, drafter: Drafter) -> "Origins":
         """Return this, to grow trees from instead of `drafter`."""
         super().__init__(drafter)
         self._forget()

@@ -1,7 +1,5 @@
 """Drafting by an EAGLE head, which reads the target's hidden states."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time
@@ -83,7 +81,7 @@ class EagleDraft(RowDraft):
         self._features = torch.zeros(0, head.feature_size, dtype=head.dtype, device=target.device)
         super().__init__(self.head.cache)
 
-    def __copy__(self) -> EagleDraft:
+    def __copy__(self) -> "EagleDraft":
         draft = object.__new__(type(self))
         draft.__dict__.update(self.__dict__)
         draft.head = copy.copy(self.head)
@@ -133,7 +131,7 @@ class EagleDraft(RowDraft):
     @classmethod
     def of(
         cls, found: Any, target: LanguageModel, name: str, *, pack: bool | None = None
-    ) -> EagleDraft:
+    ) -> "EagleDraft":
         """Make the draft of a head that was read, in the target's dtype and on its device, in C++ if possible.
 
         found: as checkpoints.eagle.load_head returns it.

@@ -1,7 +1,5 @@
 """A draft that also copies: its distributions mixed with what followed the same tokens before."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math
@@ -33,7 +31,10 @@ FOLLOWERS = 8  # of a match, the commonest, that are copied
 
 
 def learn(
-    table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, committed: Sequence[int] = ()
+    table: "SuccessorTable",
+    cycle: Cycle,
+    copies: "Copies | None" = None,
+    committed: Sequence[int] = (),
 ) -> None:
     """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last.
 
@@ -78,7 +79,7 @@ class Lookup(Wrapped):
         self.free = Beside(self._copies, source and source.table)  # type: ignore[assignment, method-assign]
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
 
-    def __copy__(self) -> Lookup:
+    def __copy__(self) -> "Lookup":
         recycling = None if self.recycling is None else another(self.recycling)
         return Lookup(another(self.inner), cast(Any, recycling))
 
@@ -214,7 +215,7 @@ class SuccessorTable:
         path: Sequence[int],
         successors: Tensor,
         probabilities: Tensor,
-        copies: Copies | None = None,
+        copies: "Copies | None" = None,
         committed: Sequence[int] = (),
     ) -> None:
         """Take in the rows of all nodes, then those of `path`, where their probabilities are above 0.

@@ -1,7 +1,5 @@
 """Drafting by token recycling: after each token, what the target thought likely there when it saw that token last."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -49,7 +47,7 @@ class Recycling(Recycler):
             1 <= self.successors <= SUCCESSORS_LIMIT,
         )
 
-    def __copy__(self) -> Recycling:
+    def __copy__(self) -> "Recycling":
         """Return a draft for another text, which learns the same successors."""
         draft = Recycling(self.successors)
         draft.table = self.table

@@ -1,7 +1,5 @@
 """Drafting by a smaller causal language model: with the target's tokens, or translated from its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -182,7 +180,7 @@ class SmallModel(RowDraft):
         self._version = self.lm.version
         super().__init__(self.lm.new_cache(1))
 
-    def __copy__(self) -> SmallModel:
+    def __copy__(self) -> "SmallModel":
         draft = object.__new__(type(self))
         draft.__dict__.update(self.__dict__)
         RowDraft.__init__(draft, self.lm.new_cache(1))
@@ -217,7 +215,7 @@ class SmallModel(RowDraft):
         tokenizer: Any,
         options: LoadOptions,
         checkpoints: Any,
-    ) -> SmallModel:
+    ) -> "SmallModel":
         """Load a model on the target's device, aligned with the target where their tokenizers differ.
 
         Raises InputError or TokenizerMismatchError if it does not fit.

@@ -3,8 +3,6 @@
 The first tree of an engine is checked closely (cycle.Inspected), later ones where that costs no time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -429,7 +427,7 @@ class Pool:
         """Note that target and draft hold the prompt, for those that wait for its beginning."""
         del self._reading[engine]
 
-    def costs(self, engine: EngineState, find: Callable[[], PassCosts]) -> PassCosts:
+    def costs(self, engine: EngineState, find: "Callable[[], PassCosts]") -> "PassCosts":
         """Return the costs of an engine's passes with the texts that are under way.
 
         find: returns those without other texts, which stay what they are while there are others.
@@ -537,7 +535,7 @@ def _forget(engine: EngineState) -> None:
 
 
 def memory_of(
-    drafter: Drafter | None, target: Target, tokenizer: Any, options: LoadOptions
+    drafter: Drafter | None, target: Target, tokenizer: Any, options: "LoadOptions"
 ) -> Memory | None:
     """Return the memory that an engine of these parts was loaded with; None without.
 

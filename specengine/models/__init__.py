@@ -1,7 +1,5 @@
 """Run a causal LM or a draft head over the rows of a tree; `Target` is the model whose output must not change."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +36,7 @@ class Chosen(NamedTuple):
 
     tokens: list[int]
     features: Tensor | None
-    successors: Successors | None
+    successors: "Successors | None"
 
 
 class ModelFacts:
@@ -159,7 +157,7 @@ class Successors(NamedTuple):
     logits: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, count: int) -> Successors:
+    def of(cls, logits: Tensor, count: int) -> "Successors":
         """Select from logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
         values, tokens = top_children(logits, count, normalized=True)
         missing = (values == -math.inf) | (values >= LARGEST)

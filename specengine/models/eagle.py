@@ -4,8 +4,6 @@ Serving, training and measuring run these modules, each with its own attention f
 over a cache.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +28,7 @@ from specengine.models.twins import Packed, is_changed, worth_packing
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [..., 1, rows, head size]
 
 
 DEFAULT_THETA = 10000.0
@@ -108,7 +107,7 @@ class EagleConfig:
         """Return what a head of this config is called."""
         return f"EAGLE-{self.version}"
 
-    def network(self) -> EagleHead:
+    def network(self) -> "EagleHead":
         """Return the network with freshly initialised weights."""
         return Eagle1Head(self) if self.version == 1 else Eagle3Head(self)
 
@@ -131,7 +130,7 @@ def default_layer_ids(layers: int) -> tuple[int, int, int]:
 
 def head_from(
     config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> EagleHead:
+) -> "EagleHead":
     """Return the network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
         head = config.network()
@@ -354,9 +353,6 @@ class HeadAttention(nn.Module):
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, [..., 1, rows, head size]
 
 
 class Rope:

@@ -1,7 +1,5 @@
 """Any Hugging Face causal LM, as a function from tree rows to logits and as the target."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import time
@@ -157,7 +155,7 @@ class ModuleRows(SharedRows):
     logits, states     the results, as of `CausalLM.forward`
     """
 
-    model: CausalLM
+    model: "CausalLM"
     tokens: Tensor
     positions: Tensor
     cache: KVCache

@@ -5,8 +5,6 @@ copied, a tree is verified by a copy with a row per path, and the accepted path 
 the copy holds it and nothing else, or can be cropped to it.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from typing import Any, NamedTuple
@@ -216,7 +214,7 @@ class OwnCacheLM(CausalLM):
 
     def verify(
         self, cache: OwnCache, tree: TokenTree, features: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None, TreePaths]:
+    ) -> "tuple[Tensor, Tensor | None, TreePaths]":
         """Run a tree's nodes after the cached tokens.
 
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
@@ -233,7 +231,7 @@ class OwnCacheLM(CausalLM):
         states = None if out.states is None else out.states[paths.row, paths.depth]
         return out.logits[paths.row, paths.depth], states, paths
 
-    def keep(self, cache: OwnCache, paths: TreePaths, path: list[int], tokens: list[int]) -> None:
+    def keep(self, cache: OwnCache, paths: "TreePaths", path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = next(n for n, nodes in enumerate(paths.nodes) if nodes[: len(path)] == path)
         accepted = OwnCache()

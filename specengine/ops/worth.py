@@ -1,7 +1,5 @@
 """Ops of a search that weighs the worth of nodes against their costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -655,7 +653,7 @@ class _Played(NamedTuple):
     waiting: Tensor
     spent: Tensor
 
-    def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> _Played:
+    def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> "_Played":
         """Return the tree after one more pass, from the nodes of `order`, [widths, most], that are `drawn`."""
         widths = len(order)
         edges = profile[self.levels.gather(1, order)]

@@ -4,8 +4,6 @@ A row's results depend on the row and on what it sees, not on the rest of its ba
 plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -272,7 +270,7 @@ class NativeLM:
 
     def run(
         self,
-        batch: RowBatch,
+        batch: "RowBatch",
         *,
         layers: int | None = None,
         added: Tensor | None = None,
@@ -317,7 +315,7 @@ class NativeLM:
 
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
-    ) -> RowBatch:
+    ) -> "RowBatch":
         """Return the next tokens of a text as rows for `run_lanes`, with room in its cache."""
         start, end = cache.length, cache.length + len(tokens)
         cache.reserve(end)
@@ -325,7 +323,7 @@ class NativeLM:
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         return RowBatch(self, ids, positions, cache, (start, start, None), features)
 
-    def run_lanes(self, batch: Sequence[RowBatch]) -> Tensor | None:
+    def run_lanes(self, batch: "Sequence[RowBatch]") -> Tensor | None:
         """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own.
 
         Returns the logits of all that want them, float32 [rows, vocabulary], of which theirs are views.
@@ -511,7 +509,7 @@ class HeadRows(SharedRows):
     """
 
     drafts = True
-    model: NativeHead | NativeAssistant
+    model: "NativeHead | NativeAssistant"
     rows: Rows
     states: Tensor
     sources: Tensor
@@ -948,7 +946,7 @@ class NativeTarget(CachedTarget):
             rows.best.tokens[:, 0].tolist(), rows.states, rows.best if self.successors else None
         )
 
-    def _rows(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+    def _rows(self, tree: TokenTree, *, greedy: bool) -> "RowBatch":
         """Return the nodes of a tree as rows after the committed tokens, with room for their results."""
         cache, live = self.cache, int(tree.size)
         start = int(cache.filled)
@@ -970,7 +968,7 @@ class NativeTarget(CachedTarget):
             rows.logits = torch.empty(live, self.vocab_size, dtype=torch.float32, device="cpu")
         return rows
 
-    def _run(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+    def _run(self, tree: TokenTree, *, greedy: bool) -> "RowBatch":
         rows = self._rows(tree, greedy=greedy)
         if self.counts:
             self.experts = torch.empty(len(rows.tokens), dtype=torch.int32, device="cpu")
