@@ -76,10 +76,9 @@ class Coupled(Wrapped):
         logits = ops.couple(rows, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:
             rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=MIN_REMAINDER)
-            whole = torch.logaddexp(
+            logits = logits - torch.logaddexp(
                 logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN
             )
-            logits = logits - whole
         return logits
 
 
@@ -232,8 +231,9 @@ class Origins(Wrapped):
         self._passed.update(ids)
         self._free = {}
         if step.marks is not None:
-            raised = (step.marks[: len(ids)] > 0) & (step.logits[: len(ids)] > -math.inf)
-            rows, columns = raised.nonzero(as_tuple=True)
+            rows, columns = (
+                (step.marks[: len(ids)] > 0) & (step.logits[: len(ids)] > -math.inf)
+            ).nonzero(as_tuple=True)
             tokens, marks = step.tokens_of(columns).tolist(), step.marks[rows, columns].tolist()
             for row, token, mark in zip(rows.tolist(), tokens, marks, strict=True):
                 self._marks[ids[row], token] = mark

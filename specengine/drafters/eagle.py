@@ -153,13 +153,15 @@ class EagleDraft(RowDraft):
                 stamp,
                 self.of(self.learnt.head(), self.target, self.name, pack=self._pack),
             )
-        attributes = {
-            "name": self.name,
-            "learnt": self.learnt,
-            "_stamp": stamp,
-            "_pack": self._pack,
-        }
-        self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | attributes)
+        self.__dict__.update(
+            copy.copy(self.learnt.made[1]).__dict__
+            | {
+                "name": self.name,
+                "learnt": self.learnt,
+                "_stamp": stamp,
+                "_pack": self._pack,
+            }
+        )
         return True
 
     @property
@@ -183,8 +185,9 @@ class EagleDraft(RowDraft):
         if len(self._states) < len(self._seen):
             self._states = self._states.new_zeros(len(self._seen), self._states.shape[1])
         if (missing := len(self.pending) - len(self._features)) > 0:
-            blank = self._features.new_zeros(missing, self._features.shape[1])
-            self._features = torch.cat([self._features, blank])
+            self._features = torch.cat(
+                [self._features, self._features.new_zeros(missing, self._features.shape[1])]
+            )
         self.head.refresh()
 
     def cached(self, tokens: list[int]) -> int:

@@ -71,8 +71,9 @@ class Lookup(Wrapped):
             " and recycling" if recycling is not None else ""
         )
         self._sources = [drafter] if recycling is None else [drafter, recycling]
-        successors = max(source.traits.successors for source in self._sources)
-        self._traits = drafter.traits._replace(successors=successors, copies=True)
+        self._traits = drafter.traits._replace(
+            successors=max(source.traits.successors for source in self._sources), copies=True
+        )
         self._copies: Copies = backend().Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
         source = drafter if isinstance(drafter, Recycler) else recycling
         self.about = drafter.about._replace(lookup=False, passes=source is not drafter)  # type: ignore[misc]
@@ -198,8 +199,10 @@ class Suffixes:
 
         Followers have their counts, in the order of their first occurrence.
         """
-        lengths = range(min(self.longest, len(context)), self.shortest - 1, -1)
-        runs = ((length, self._followers.get(tuple(context[-length:]))) for length in lengths)
+        runs = (
+            (length, self._followers.get(tuple(context[-length:])))
+            for length in range(min(self.longest, len(context)), self.shortest - 1, -1)
+        )
         return [(length, followers) for length, followers in runs if followers]
 
 

@@ -39,11 +39,10 @@ class Recycling(Recycler):
     )
 
     def __post_init__(self) -> None:
-        accepted = f"1 to {SUCCESSORS_LIMIT}"
         require(
             "draft recycling.successors",
             self.successors,
-            accepted,
+            f"1 to {SUCCESSORS_LIMIT}",
             1 <= self.successors <= SUCCESSORS_LIMIT,
         )
 

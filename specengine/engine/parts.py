@@ -499,10 +499,11 @@ def parallel_of(engine: EngineState, memory: int | None = None) -> int:
         caches = target.cache, None if draft is None else drafters.cache_of(drafters.another(draft))
     except InputError:
         return 1
-    slots = slots_of(engine.drivers.own.eager, target.max_context)
     each = sum(
         cache.bytes_of(count)
-        for cache, count in zip(caches, slots, strict=True)
+        for cache, count in zip(
+            caches, slots_of(engine.drivers.own.eager, target.max_context), strict=True
+        )
         if cache is not None
     )
     return max(1, min(MOST, (free_memory() // 2 if memory is None else memory) // each))

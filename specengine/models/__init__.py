@@ -133,9 +133,10 @@ def free_memory(device: torch.device = CPU) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(
-            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+            1024 * int(line.split()[1])
+            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            if line.startswith("MemAvailable:")
         )
     except (OSError, ValueError, StopIteration):
         return 1 << 50
@@ -143,8 +144,10 @@ def free_memory(device: torch.device = CPU) -> int:
 
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the length of the longest common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )
 
 
 class Successors(NamedTuple):

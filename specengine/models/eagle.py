@@ -254,10 +254,11 @@ class Eagle3Head(EagleHead):
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
-        partial = config.draft_vocab_size < config.vocab_size
         self.register_buffer(
             "d2t",
-            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if partial else None,
+            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64)
+            if config.draft_vocab_size < config.vocab_size
+            else None,
         )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -342,14 +343,17 @@ class HeadAttention(nn.Module):
         self.k_norm = _norm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        query = _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
-        out = attend(query, *self.keys_and_values(inputs, rotation))
+        out = attend(
+            _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation),
+            *self.keys_and_values(inputs, rotation),
+        )
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, [..., KV heads, rows, head size] each."""
-        key = _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation)
-        return key, self._heads(self.v_proj(inputs))
+        return _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation), self._heads(
+            self.v_proj(inputs)
+        )
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
@@ -537,8 +541,7 @@ class TorchHead(EagleRunner):
         whole = not before and (self._window is None or self._window >= rows)
         if whole and query.device.type == "cpu":
             return causal(query, key, value)
-        groups = query.shape[1] // key.shape[1]
-        mask = Prompt(before).packed_mask(rows, groups, query, self._window)
+        mask = Prompt(before).packed_mask(rows, query.shape[1] // key.shape[1], query, self._window)
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
     def forward(
@@ -572,8 +575,10 @@ class TorchHead(EagleRunner):
             else:
                 hidden, embeddings = ops.gather_rows(states, sources, table, rows.tokens)
             inputs = hidden, embeddings.to(self.dtype), rows.positions
-            attention = _RowAttention(self.cache, rows, self.reads, self._window)
-            recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
+            recurrent = self._runs(
+                *(tensor[None] for tensor in inputs),
+                _RowAttention(self.cache, rows, self.reads, self._window),
+            )[0]
             recurrent = recurrent if one is None else recurrent.index_select(0, one)
             read = self._runs.readout(recurrent)
         layer = self._runs.vocabulary_head()
@@ -673,8 +678,7 @@ def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, lay
 
 def require_sizes(hidden_size: tuple[int, int], vocabulary: tuple[int, int]) -> None:
     """Raise InputError unless the sizes that a draft was made for, which come first, are those of the target."""
-    sizes = {"hidden size": hidden_size, "vocabulary": vocabulary}
-    for name, (expected, actual) in sizes.items():
+    for name, (expected, actual) in {"hidden size": hidden_size, "vocabulary": vocabulary}.items():
         require_input(
             f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
             "target: specengine train draft FOLDER --target MODEL",

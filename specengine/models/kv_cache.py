@@ -230,8 +230,10 @@ class Rows:
     @classmethod
     def of(cls, tree: TokenTree, filled: Tensor) -> "Rows":
         """Return a tree's rows, which follow the `filled` slots of a cache, int32 [1] on the device of the rows."""
-        tree_tensors = tree.tokens, tree.depths, tree.ancestors, tree.size
-        tokens, depths, words, live = (array.to(filled.device) for array in tree_tensors)
+        tokens, depths, words, live = (
+            array.to(filled.device)
+            for array in (tree.tokens, tree.depths, tree.ancestors, tree.size)
+        )
         rows = cls(tokens, depths + filled, words, filled.long(), filled, live)
         rows.seen = live
         return rows

@@ -222,9 +222,11 @@ class OwnCacheLM(CausalLM):
         began = time.perf_counter()
         paths = TreePaths(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
-        token_rows = torch.tensor(rows, dtype=torch.int64, device=self.device)
         out = self._forward(
-            token_rows, paths.longest, cache.copies(len(rows), self.device), features
+            torch.tensor(rows, dtype=torch.int64, device=self.device),
+            paths.longest,
+            cache.copies(len(rows), self.device),
+            features,
         )
         paths.held = out.held
         self.seconds += time.perf_counter() - began
@@ -302,8 +304,9 @@ class TreePaths:
 
     def __init__(self, tree: TokenTree) -> None:
         parents = tree.parents.tolist()
-        leaves = sorted({*range(len(parents))}.difference(parents))
-        self.nodes = [path_of(parents, leaf) for leaf in leaves]
+        self.nodes = [
+            path_of(parents, leaf) for leaf in sorted({*range(len(parents))}.difference(parents))
+        ]
         self.longest = max(map(len, self.nodes))
         self.held: dict[str, Any] = {}
         places = {

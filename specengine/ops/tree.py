@@ -327,8 +327,9 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
         return Nodes(*run(scores, live, most, limit))
     require("scores: float32 [m]; live: int32 [1]; limit: int32 [1]", scores, live, limit)
     refuse_unless(most >= 0, "most", "0 or more", most)
-    place = torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64)
-    values = scores.masked_fill(place >= live, -math.inf)
+    values = scores.masked_fill(
+        torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64) >= live, -math.inf
+    )
     insist(~values.isnan().any(), HAS_NAN)
     best = order_keys(values).topk(min(most, scores.shape[0])).indices
     count = (values[best] > -math.inf).sum(0, keepdim=True)
@@ -410,9 +411,10 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
         agreed, jump = agreed & agreed[jump], jump[jump]
     count = agreed.sum(0, keepdim=True)
     path = node.masked_fill(~agreed, n).sort().values
-    last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
     return Walked(
-        path.masked_fill(node >= count, 0), count.int(), chosen[last].masked_fill(count == 0, -1)
+        path.masked_fill(node >= count, 0),
+        count.int(),
+        chosen[path[(count - 1).clamp(min=0)].clamp(max=n - 1)].masked_fill(count == 0, -1),
     )
 
 
@@ -476,8 +478,9 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
     insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
     slots = prefix.long() + place
-    moved = slab.index_select(3, torch.where(there, prefix.long() + path, slots))
-    slab.index_copy_(3, slots, moved)
+    slab.index_copy_(
+        3, slots, slab.index_select(3, torch.where(there, prefix.long() + path, slots))
+    )
     return None
 
 
@@ -971,8 +974,9 @@ def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
 def _divide(tree: TokenTree, memory: Tensor, capacity: int) -> TokenTree:
     """Make the tree's tensors parts of int64 memory, each aligned to 16 bytes as kernels expect."""
     room, words = -(-capacity // 4) * 4, -(-capacity // WORD_BITS)
-    sizes = [room, room, room, room // 2, room // 2, room * words, 2, 2, 2]
-    tokens, parents, depths, edges, paths, ancestors, *counters = memory.split(sizes)
+    tokens, parents, depths, edges, paths, ancestors, *counters = memory.split(
+        [room, room, room, room // 2, room // 2, room * words, 2, 2, 2]
+    )
     reals = (part.view(torch.float32)[:capacity] for part in (edges, paths))
     arrays = (
         tokens[:capacity],

@@ -287,8 +287,9 @@ class NativeLM:
         (start, prefix, words), cache, best = batch.seen, batch.cache, batch.best
         tokens, positions, features = batch.tokens, batch.positions, batch.features
         if features:
-            width = len(features) * self.shape.hidden
-            batch.states = torch.empty(len(tokens), width, dtype=torch.float32, device="cpu")
+            batch.states = torch.empty(
+                len(tokens), len(features) * self.shape.hidden, dtype=torch.float32, device="cpu"
+            )
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
         with self._turn:
@@ -414,8 +415,9 @@ class NativeLM:
         far = min(
             self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every)
         )
-        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu")
-        return tokens, positions.clamp(max=far)
+        return tokens, torch.tensor(
+            [0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu"
+        ).clamp(max=far)
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:
@@ -452,9 +454,9 @@ class NativeLM:
         It goes to other experts, or a recurrence all but forgets it: its output, near zero, is normed. Weights in int8
         were seen to move one such token by 0.9 of its length, in transformers' modules by 0.6, and the others by 0.1.
         """
-        mixer = family_of(self.config).mixer(self.config)
         return self.numerics != "float32" and (
-            self.routes.layers > 0 or isinstance(mixer, families.GatedDelta)
+            self.routes.layers > 0
+            or isinstance(family_of(self.config).mixer(self.config), families.GatedDelta)
         )
 
 
@@ -962,8 +964,10 @@ class NativeTarget(CachedTarget):
         )
         if greedy:
             shape = live, max(1, self.successors)
-            best = torch.empty(shape, dtype=torch.int64, device="cpu")
-            rows.best = Successors(best, torch.empty(shape, dtype=torch.float32, device="cpu"))
+            rows.best = Successors(
+                torch.empty(shape, dtype=torch.int64, device="cpu"),
+                torch.empty(shape, dtype=torch.float32, device="cpu"),
+            )
         else:
             rows.logits = torch.empty(live, self.vocab_size, dtype=torch.float32, device="cpu")
         return rows

@@ -258,8 +258,9 @@ class Source(ABC):
         if factors.in_module or factors.by_token:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] * factors.embedding
         if layer_inputs is not None and (of := family.own_inputs(self.config)) is not None:
-            by_layer = layer_inputs.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
-            inputs["per_layer_inputs"] = by_layer[None]
+            inputs["per_layer_inputs"] = (
+                layer_inputs.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
+            )[None]
         return states_of(_first_layers(self), positions, (self.tried,), **inputs)
 
 
