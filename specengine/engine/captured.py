@@ -218,11 +218,10 @@ class CapturedDriver(EagerDriver):
         return Coupled(cast(Drafter, self.drafter), sampler.seed, sampler.scale, lambda: filled + 1)
 
     def _go_on(self, found: Nodes) -> None:
-        if found.ids is self.frontier.ids:
-            return
-        width = min(len(found.ids), len(self.frontier.ids))
-        self.frontier.ids[:width].copy_(found.ids[:width])
-        self.frontier.live.copy_(found.live)
+        if found.ids is not self.frontier.ids:
+            width = min(len(found.ids), len(self.frontier.ids))
+            self.frontier.ids[:width].copy_(found.ids[:width])
+            self.frontier.live.copy_(found.live)
 
     def _verify(
         self,

@@ -130,9 +130,8 @@ class KVCache:
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
-        if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
-            return
-        self._resize(capacity)
+        if capacity > self.slab.shape[3]:  # not by the property: several calls per cycle
+            self._resize(capacity)
 
     def _resize(self, capacity: int) -> None:
         """Have room for `capacity` slots, those that are committed or more."""

@@ -411,10 +411,9 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
         agreed, jump = agreed & agreed[jump], jump[jump]
     count = agreed.sum(0, keepdim=True)
     path = node.masked_fill(~agreed, n).sort().values
+    last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
     return Walked(
-        path.masked_fill(node >= count, 0),
-        count.int(),
-        chosen[path[(count - 1).clamp(min=0)].clamp(max=n - 1)].masked_fill(count == 0, -1),
+        path.masked_fill(node >= count, 0), count.int(), chosen[last].masked_fill(count == 0, -1)
     )
 
 
