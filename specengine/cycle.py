@@ -5,8 +5,6 @@ stops where rows can be run with those of other lanes, so that one lane is the p
 (engine/captured.py) replays the same functions as graphs.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -51,7 +49,7 @@ class Lane:
     reason  why the answer has ended; None while it goes on
     """
 
-    driver: EagerDriver
+    driver: "EagerDriver"
     sampler: Sampler
     stopper: Stopper
     history: History

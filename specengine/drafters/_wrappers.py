@@ -1,7 +1,5 @@
 """Drafters around a draft that one answer asks for: coupled to its draws, guided by its grammar, origins noted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,10 +76,9 @@ class Coupled(Wrapped):
         logits = ops.couple(rows, step.token_ids, positions, self._seed, self._scale)
         if step.normalized:
             rest = (1 - rows.float().exp().sum(1, keepdim=True)).clamp(min=MIN_REMAINDER)
-            whole = torch.logaddexp(
+            logits = logits - torch.logaddexp(
                 logits.logsumexp(1, keepdim=True), rest.log() + self._scale * MEAN
             )
-            logits = logits - whole
         return logits
 
 
@@ -95,7 +92,7 @@ class Guided(Wrapped):
     Tokens that the grammar forces have probability 1, in a draft pass and, as `free`, without one.
     """
 
-    def __init__(self, drafter: Drafter, constraint: Constraint, written: list[int]) -> None:
+    def __init__(self, drafter: Drafter, constraint: "Constraint", written: list[int]) -> None:
         super().__init__(drafter)
         self.about = drafter.about._replace(passes=True)  # type: ignore[misc]  # which know what the grammar leaves
         self.constraint, self.written = constraint, written
@@ -201,7 +198,7 @@ class Origins(Wrapped):
         self.wanted = False
         self._forget()
 
-    def around(self, drafter: Drafter) -> Origins:
+    def around(self, drafter: Drafter) -> "Origins":
         """Return this, to grow trees from instead of `drafter`."""
         super().__init__(drafter)
         self._forget()
@@ -234,8 +231,9 @@ class Origins(Wrapped):
         self._passed.update(ids)
         self._free = {}
         if step.marks is not None:
-            raised = (step.marks[: len(ids)] > 0) & (step.logits[: len(ids)] > -math.inf)
-            rows, columns = raised.nonzero(as_tuple=True)
+            rows, columns = (
+                (step.marks[: len(ids)] > 0) & (step.logits[: len(ids)] > -math.inf)
+            ).nonzero(as_tuple=True)
             tokens, marks = step.tokens_of(columns).tolist(), step.marks[rows, columns].tolist()
             for row, token, mark in zip(rows.tolist(), tokens, marks, strict=True):
                 self._marks[ids[row], token] = mark

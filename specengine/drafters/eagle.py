@@ -1,7 +1,5 @@
 """Drafting by an EAGLE head, which reads the target's hidden states."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time
@@ -83,7 +81,7 @@ class EagleDraft(RowDraft):
         self._features = torch.zeros(0, head.feature_size, dtype=head.dtype, device=target.device)
         super().__init__(self.head.cache)
 
-    def __copy__(self) -> EagleDraft:
+    def __copy__(self) -> "EagleDraft":
         draft = object.__new__(type(self))
         draft.__dict__.update(self.__dict__)
         draft.head = copy.copy(self.head)
@@ -133,7 +131,7 @@ class EagleDraft(RowDraft):
     @classmethod
     def of(
         cls, found: Any, target: LanguageModel, name: str, *, pack: bool | None = None
-    ) -> EagleDraft:
+    ) -> "EagleDraft":
         """Make the draft of a head that was read, in the target's dtype and on its device, in C++ if possible.
 
         found: as checkpoints.eagle.load_head returns it.
@@ -155,13 +153,15 @@ class EagleDraft(RowDraft):
                 stamp,
                 self.of(self.learnt.head(), self.target, self.name, pack=self._pack),
             )
-        attributes = {
-            "name": self.name,
-            "learnt": self.learnt,
-            "_stamp": stamp,
-            "_pack": self._pack,
-        }
-        self.__dict__.update(copy.copy(self.learnt.made[1]).__dict__ | attributes)
+        self.__dict__.update(
+            copy.copy(self.learnt.made[1]).__dict__
+            | {
+                "name": self.name,
+                "learnt": self.learnt,
+                "_stamp": stamp,
+                "_pack": self._pack,
+            }
+        )
         return True
 
     @property
@@ -185,8 +185,9 @@ class EagleDraft(RowDraft):
         if len(self._states) < len(self._seen):
             self._states = self._states.new_zeros(len(self._seen), self._states.shape[1])
         if (missing := len(self.pending) - len(self._features)) > 0:
-            blank = self._features.new_zeros(missing, self._features.shape[1])
-            self._features = torch.cat([self._features, blank])
+            self._features = torch.cat(
+                [self._features, self._features.new_zeros(missing, self._features.shape[1])]
+            )
         self.head.refresh()
 
     def cached(self, tokens: list[int]) -> int:

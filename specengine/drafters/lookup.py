@@ -1,7 +1,5 @@
 """A draft that also copies: its distributions mixed with what followed the same tokens before."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math
@@ -33,7 +31,10 @@ FOLLOWERS = 8  # of a match, the commonest, that are copied
 
 
 def learn(
-    table: SuccessorTable, cycle: Cycle, copies: Copies | None = None, committed: Sequence[int] = ()
+    table: "SuccessorTable",
+    cycle: Cycle,
+    copies: "Copies | None" = None,
+    committed: Sequence[int] = (),
 ) -> None:
     """Take in all nodes' successors; of a token that occurs twice those on the accepted path, else the last.
 
@@ -70,15 +71,16 @@ class Lookup(Wrapped):
             " and recycling" if recycling is not None else ""
         )
         self._sources = [drafter] if recycling is None else [drafter, recycling]
-        successors = max(source.traits.successors for source in self._sources)
-        self._traits = drafter.traits._replace(successors=successors, copies=True)
+        self._traits = drafter.traits._replace(
+            successors=max(source.traits.successors for source in self._sources), copies=True
+        )
         self._copies: Copies = backend().Copies(PRIOR_HITS, PRIOR_WEIGHT, CEILING, FOLLOWERS)
         source = drafter if isinstance(drafter, Recycler) else recycling
         self.about = drafter.about._replace(lookup=False, passes=source is not drafter)  # type: ignore[misc]
         self.free = Beside(self._copies, source and source.table)  # type: ignore[assignment, method-assign]
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
 
-    def __copy__(self) -> Lookup:
+    def __copy__(self) -> "Lookup":
         recycling = None if self.recycling is None else another(self.recycling)
         return Lookup(another(self.inner), cast(Any, recycling))
 
@@ -197,8 +199,10 @@ class Suffixes:
 
         Followers have their counts, in the order of their first occurrence.
         """
-        lengths = range(min(self.longest, len(context)), self.shortest - 1, -1)
-        runs = ((length, self._followers.get(tuple(context[-length:]))) for length in lengths)
+        runs = (
+            (length, self._followers.get(tuple(context[-length:])))
+            for length in range(min(self.longest, len(context)), self.shortest - 1, -1)
+        )
         return [(length, followers) for length, followers in runs if followers]
 
 
@@ -214,7 +218,7 @@ class SuccessorTable:
         path: Sequence[int],
         successors: Tensor,
         probabilities: Tensor,
-        copies: Copies | None = None,
+        copies: "Copies | None" = None,
         committed: Sequence[int] = (),
     ) -> None:
         """Take in the rows of all nodes, then those of `path`, where their probabilities are above 0.

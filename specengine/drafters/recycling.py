@@ -1,7 +1,5 @@
 """Drafting by token recycling: after each token, what the target thought likely there when it saw that token last."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -41,15 +39,14 @@ class Recycling(Recycler):
     )
 
     def __post_init__(self) -> None:
-        accepted = f"1 to {SUCCESSORS_LIMIT}"
         require(
             "draft recycling.successors",
             self.successors,
-            accepted,
+            f"1 to {SUCCESSORS_LIMIT}",
             1 <= self.successors <= SUCCESSORS_LIMIT,
         )
 
-    def __copy__(self) -> Recycling:
+    def __copy__(self) -> "Recycling":
         """Return a draft for another text, which learns the same successors."""
         draft = Recycling(self.successors)
         draft.table = self.table

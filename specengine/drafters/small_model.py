@@ -1,7 +1,5 @@
 """Drafting by a smaller causal language model: with the target's tokens, or translated from its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -62,8 +60,9 @@ def written_by(tokenizer: Any, size: int) -> dict[int, bytes]:
             f"tokenizer {type(tokenizer).__name__}: its pieces do not say which bytes they write"
         )
     read = _sentencepiece if _BLANKS[0] in vocabulary else _byte_level
-    added = tokenizer.added_tokens_decoder
-    marks = {id: _MARK if token.special else b"" for id, token in added.items()}
+    marks = {
+        id: _MARK if token.special else b"" for id, token in tokenizer.added_tokens_decoder.items()
+    }
     return {
         id: marks[id] + name.encode() + marks[id] if id in marks else read(name)
         for id, name in sorted((id, name) for name, id in vocabulary.items() if id < size)
@@ -129,8 +128,10 @@ class Alignment:
         first = max(firm, len(self.start), len(ids) - TAIL)
         blanks = (at for at in range(first, len(ids)) if self.draft.get(ids[at], b"")[:1].isspace())
         end = next(blanks, first)
-        data = _joined(self.draft, ids[end:]) + _joined(self.target, tokens)
-        return [*ids[:end], *self.encode(data)]
+        return [
+            *ids[:end],
+            *self.encode(_joined(self.draft, ids[end:]) + _joined(self.target, tokens)),
+        ]
 
     def _read(self, text: str) -> list[int]:
         return self._tokenizer(
@@ -182,7 +183,7 @@ class SmallModel(RowDraft):
         self._version = self.lm.version
         super().__init__(self.lm.new_cache(1))
 
-    def __copy__(self) -> SmallModel:
+    def __copy__(self) -> "SmallModel":
         draft = object.__new__(type(self))
         draft.__dict__.update(self.__dict__)
         RowDraft.__init__(draft, self.lm.new_cache(1))
@@ -217,7 +218,7 @@ class SmallModel(RowDraft):
         tokenizer: Any,
         options: LoadOptions,
         checkpoints: Any,
-    ) -> SmallModel:
+    ) -> "SmallModel":
         """Load a model on the target's device, aligned with the target where their tokenizers differ.
 
         Raises InputError or TokenizerMismatchError if it does not fit.

@@ -8,7 +8,7 @@ logits, and walks itself.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -97,8 +97,10 @@ class DeviceSampler:
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.scale = torch.ones(1, device=device, dtype=torch.float32)
         self.temperature, self._one = torch.ones(2, device=device, dtype=torch.float32).split(1)
-        shares = torch.ones(2, device=device, dtype=torch.float32).split(1)
-        self._truncation = ops.Truncation(torch.ones(1, dtype=torch.int64, device=device), *shares)
+        self._truncation = ops.Truncation(
+            torch.ones(1, dtype=torch.int64, device=device),
+            *torch.ones(2, device=device, dtype=torch.float32).split(1),
+        )
 
     def take(self, sampler: Sampler, drafter: Drafter | None, *, chooses: bool) -> None:
         """Take over a sampler's settings. drafter: the one to couple; chooses: whether tokens are chosen in graphs."""
@@ -178,8 +180,9 @@ class CapturedDriver(EagerDriver):
     # ---- the functions of a cycle
 
     def _first(self) -> None:
-        root = cycle.first(self._source(), self.policy, self.tree, Seconds())
-        self.frontier.live.copy_(root.live)
+        self.frontier.live.copy_(
+            cycle.first(self._source(), self.policy, self.tree, Seconds()).live
+        )
 
     def _root(self) -> None:
         root = self.tree.root_alone()
@@ -215,11 +218,10 @@ class CapturedDriver(EagerDriver):
         return Coupled(cast(Drafter, self.drafter), sampler.seed, sampler.scale, lambda: filled + 1)
 
     def _go_on(self, found: Nodes) -> None:
-        if found.ids is self.frontier.ids:
-            return
-        width = min(len(found.ids), len(self.frontier.ids))
-        self.frontier.ids[:width].copy_(found.ids[:width])
-        self.frontier.live.copy_(found.live)
+        if found.ids is not self.frontier.ids:
+            width = min(len(found.ids), len(self.frontier.ids))
+            self.frontier.ids[:width].copy_(found.ids[:width])
+            self.frontier.live.copy_(found.live)
 
     def _verify(
         self,
@@ -295,8 +297,7 @@ class CapturedDriver(EagerDriver):
         return "finish"
 
     def _run(self, name: str) -> Any:
-        function: Callable[[], Any] = getattr(self, f"_{name}")
-        return self.graphs.run(self._name(name), self._reads(), function)
+        return self.graphs.run(self._name(name), self._reads(), getattr(self, f"_{name}"))
 
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
@@ -628,8 +629,9 @@ class CapturedLanes:
         reads = [tensor for cache in caches for tensor in (cache.slab, cache.filled)]
         began = time.perf_counter()
         try:
-            run = partial(self.run, features)
-            logits, states = self.graphs.run(f"lanes {features}", reads, run)
+            logits, states = self.graphs.run(
+                f"lanes {features}", reads, partial(self.run, features)
+            )
         except CaptureError:
             self._failed = slabs
             lm.run_lanes(batch)

@@ -3,8 +3,6 @@
 The first tree of an engine is checked closely (cycle.Inspected), later ones where that costs no time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -429,7 +427,7 @@ class Pool:
         """Note that target and draft hold the prompt, for those that wait for its beginning."""
         del self._reading[engine]
 
-    def costs(self, engine: EngineState, find: Callable[[], PassCosts]) -> PassCosts:
+    def costs(self, engine: EngineState, find: "Callable[[], PassCosts]") -> "PassCosts":
         """Return the costs of an engine's passes with the texts that are under way.
 
         find: returns those without other texts, which stay what they are while there are others.
@@ -501,10 +499,11 @@ def parallel_of(engine: EngineState, memory: int | None = None) -> int:
         caches = target.cache, None if draft is None else drafters.cache_of(drafters.another(draft))
     except InputError:
         return 1
-    slots = slots_of(engine.drivers.own.eager, target.max_context)
     each = sum(
         cache.bytes_of(count)
-        for cache, count in zip(caches, slots, strict=True)
+        for cache, count in zip(
+            caches, slots_of(engine.drivers.own.eager, target.max_context), strict=True
+        )
         if cache is not None
     )
     return max(1, min(MOST, (free_memory() // 2 if memory is None else memory) // each))
@@ -537,7 +536,7 @@ def _forget(engine: EngineState) -> None:
 
 
 def memory_of(
-    drafter: Drafter | None, target: Target, tokenizer: Any, options: LoadOptions
+    drafter: Drafter | None, target: Target, tokenizer: Any, options: "LoadOptions"
 ) -> Memory | None:
     """Return the memory that an engine of these parts was loaded with; None without.
 

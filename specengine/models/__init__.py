@@ -1,7 +1,5 @@
 """Run a causal LM or a draft head over the rows of a tree; `Target` is the model whose output must not change."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +36,7 @@ class Chosen(NamedTuple):
 
     tokens: list[int]
     features: Tensor | None
-    successors: Successors | None
+    successors: "Successors | None"
 
 
 class ModelFacts:
@@ -135,9 +133,10 @@ def free_memory(device: torch.device = CPU) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(
-            1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+            1024 * int(line.split()[1])
+            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            if line.startswith("MemAvailable:")
         )
     except (OSError, ValueError, StopIteration):
         return 1 << 50
@@ -145,8 +144,10 @@ def free_memory(device: torch.device = CPU) -> int:
 
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Return the length of the longest common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )
 
 
 class Successors(NamedTuple):
@@ -159,7 +160,7 @@ class Successors(NamedTuple):
     logits: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, count: int) -> Successors:
+    def of(cls, logits: Tensor, count: int) -> "Successors":
         """Select from logits [nodes, vocabulary], on their device; +inf takes the place of an entry."""
         values, tokens = top_children(logits, count, normalized=True)
         missing = (values == -math.inf) | (values >= LARGEST)

@@ -43,9 +43,11 @@ class Prompt:
         if rows == 1 and window is None:
             return None
         if window not in self._masks:
-            mask = prompt_mask(rows, self.before, query.device, window)
             self._masks[window] = ops.pack_mask(
-                mask, groups, query.dtype, self.before if window is None else 0
+                prompt_mask(rows, self.before, query.device, window),
+                groups,
+                query.dtype,
+                self.before if window is None else 0,
             )
         return self._masks[window]
 
@@ -58,8 +60,9 @@ def prompt_mask(rows: int, before: int, device: torch.device, window: int | None
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask of what is seen as modules add it to scores: 0, or the least number; [1, 1, rows, slots]."""
-    blank = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return blank.masked_fill_(~mask, torch.finfo(dtype).min)[None, None]
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )[None, None]
 
 
 @dataclass(eq=False)
@@ -189,8 +192,9 @@ def last_row_attention(
     long. query: [batch, Hq, 1, D]; key, value: [batch, Hkv, slots, D]. Returns [batch, 1, Hq, D].
     """
     batch, heads, _, size = query.shape
-    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], size)
-    scores = (grouped @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32))
+    scores = (
+        query.reshape(batch, key.shape[1], heads // key.shape[1], size) @ key.transpose(-1, -2)
+    ).to(torch.promote_types(query.dtype, torch.float32))
     scores = scores * (size**-0.5 if scale is None else scale)
     return (scores.softmax(dim=-1).to(value.dtype) @ value).reshape(batch, 1, heads, size)
 

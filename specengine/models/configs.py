@@ -151,8 +151,9 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
     )
     family = family_of(config)
     size = int(family.attention_of(config).turnable(family.shape(config).head_dim) * turned_share)
-    powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
-    return 1.0 / parameters["rope_theta"] ** powers, 1.0
+    return 1.0 / parameters["rope_theta"] ** (
+        torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
+    ), 1.0
 
 
 def window_of(config: Any) -> int | None:

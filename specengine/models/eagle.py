@@ -4,8 +4,6 @@ Serving, training and measuring run these modules, each with its own attention f
 over a cache.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +28,7 @@ from specengine.models.twins import Packed, is_changed, worth_packing
 # query [..., heads, rows, head size], key and value [..., KV heads, rows, head size] of the rows at hand, rotated by
 # their positions; returns [..., heads, rows, head size]. Keys and values of earlier rows are the function's own.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [..., 1, rows, head size]
 
 
 DEFAULT_THETA = 10000.0
@@ -108,7 +107,7 @@ class EagleConfig:
         """Return what a head of this config is called."""
         return f"EAGLE-{self.version}"
 
-    def network(self) -> EagleHead:
+    def network(self) -> "EagleHead":
         """Return the network with freshly initialised weights."""
         return Eagle1Head(self) if self.version == 1 else Eagle3Head(self)
 
@@ -131,7 +130,7 @@ def default_layer_ids(layers: int) -> tuple[int, int, int]:
 
 def head_from(
     config: EagleConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> EagleHead:
+) -> "EagleHead":
     """Return the network with these weights (see checkpoints.eagle), ready to serve."""
     with torch.device("meta"):
         head = config.network()
@@ -255,10 +254,11 @@ class Eagle3Head(EagleHead):
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
-        partial = config.draft_vocab_size < config.vocab_size
         self.register_buffer(
             "d2t",
-            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if partial else None,
+            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64)
+            if config.draft_vocab_size < config.vocab_size
+            else None,
         )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -343,20 +343,20 @@ class HeadAttention(nn.Module):
         self.k_norm = _norm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        query = _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation)
-        out = attend(query, *self.keys_and_values(inputs, rotation))
+        out = attend(
+            _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation),
+            *self.keys_and_values(inputs, rotation),
+        )
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, [..., KV heads, rows, head size] each."""
-        key = _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation)
-        return key, self._heads(self.v_proj(inputs))
+        return _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation), self._heads(
+            self.v_proj(inputs)
+        )
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, [..., 1, rows, head size]
 
 
 class Rope:
@@ -541,8 +541,7 @@ class TorchHead(EagleRunner):
         whole = not before and (self._window is None or self._window >= rows)
         if whole and query.device.type == "cpu":
             return causal(query, key, value)
-        groups = query.shape[1] // key.shape[1]
-        mask = Prompt(before).packed_mask(rows, groups, query, self._window)
+        mask = Prompt(before).packed_mask(rows, query.shape[1] // key.shape[1], query, self._window)
         return ops.tree_attention(query[0], keys, values, mask, query.shape[-1] ** -0.5)[None]
 
     def forward(
@@ -576,8 +575,10 @@ class TorchHead(EagleRunner):
             else:
                 hidden, embeddings = ops.gather_rows(states, sources, table, rows.tokens)
             inputs = hidden, embeddings.to(self.dtype), rows.positions
-            attention = _RowAttention(self.cache, rows, self.reads, self._window)
-            recurrent = self._runs(*(tensor[None] for tensor in inputs), attention)[0]
+            recurrent = self._runs(
+                *(tensor[None] for tensor in inputs),
+                _RowAttention(self.cache, rows, self.reads, self._window),
+            )[0]
             recurrent = recurrent if one is None else recurrent.index_select(0, one)
             read = self._runs.readout(recurrent)
         layer = self._runs.vocabulary_head()
@@ -677,8 +678,7 @@ def require_shape(config: EagleConfig, *, hidden_size: int, vocab_size: int, lay
 
 def require_sizes(hidden_size: tuple[int, int], vocabulary: tuple[int, int]) -> None:
     """Raise InputError unless the sizes that a draft was made for, which come first, are those of the target."""
-    sizes = {"hidden size": hidden_size, "vocabulary": vocabulary}
-    for name, (expected, actual) in sizes.items():
+    for name, (expected, actual) in {"hidden size": hidden_size, "vocabulary": vocabulary}.items():
         require_input(
             f"draft: it was made for a target with {name} {expected}, this one has {actual}; train one for this "
             "target: specengine train draft FOLDER --target MODEL",

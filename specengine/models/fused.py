@@ -50,8 +50,10 @@ def why_not(model: Any) -> str | None:
     if model.dtype not in SHARES:
         return f"its dtype is {model.dtype}"
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    names = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    classes: dict[str, Any] = {name: getattr(module, FAMILIES[kind] + name) for name in names}
+    classes: dict[str, Any] = {
+        name: getattr(module, FAMILIES[kind] + name)
+        for name in ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
+    }
     if type(model) is not classes["ForCausalLM"]:
         return (
             f"it is a {type(model).__name__}, not transformers' {classes['ForCausalLM'].__name__}"
@@ -220,8 +222,9 @@ class Fused:
         if self._steady and isinstance(tree, Rows):
             tables = self._lasting.get(cache)
             if tables is None or len(tables[0]) != cache.capacity:
-                every = torch.arange(cache.capacity, device=device, dtype=torch.int64)
-                tables = self._lasting[cache] = self._tables(states, every)
+                tables = self._lasting[cache] = self._tables(
+                    states, torch.arange(cache.capacity, device=device, dtype=torch.int64)
+                )
             return _Place(cache.slab, tree, tree.slot, tree.live, 0, positions, *tables)
         tables = self._tables(states, positions)
         index = torch.arange(rows, device=device, dtype=torch.int64)  # the tables are of these rows
@@ -244,8 +247,9 @@ class Fused:
         """Return what the MLP adds, the sum that it is added to, and the sum that the layer began with."""
         before, after = layer.module.input_layernorm, layer.module.post_attention_layernorm
         normed, entered = ops.add_rms_norm(states, residual, before.weight, before.variance_epsilon)
-        attended = self._attended(layer, normed, places)
-        normed, total = ops.add_rms_norm(attended, entered, after.weight, after.variance_epsilon)
+        normed, total = ops.add_rms_norm(
+            self._attended(layer, normed, places), entered, after.weight, after.variance_epsilon
+        )
         return layer.module.mlp.down_proj(ops.silu_mul(*layer.gates(normed))), total, entered
 
     def _attended(self, layer: _Layer, normed: Tensor, places: list[_Place]) -> Tensor:
@@ -270,8 +274,9 @@ class Fused:
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
         if isinstance(place.tree, Rows):
-            heads = attend(query, slab[0], slab[1], place.tree, attention.scaling, layer.window)
-            return heads.transpose(0, 1)
+            return attend(
+                query, slab[0], slab[1], place.tree, attention.scaling, layer.window
+            ).transpose(0, 1)
         keys, values = slab[:, None, :, : place.end]
         return tree_attention_forward(
             attention,
@@ -320,8 +325,9 @@ class FusedHead:
     def __init__(self, head: Any) -> None:
         self._head, self._layer = head, head.layers[0]
         attention, mlp = self._layer.self_attn, self._layer.mlp
-        inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._projections = Products(inputs, merge=True)
+        self._projections = Products(
+            [attention.q_proj, attention.k_proj, attention.v_proj], merge=True
+        )
         self._gates = Products([mlp.gate_proj, mlp.up_proj], merge=True)
 
     def run(

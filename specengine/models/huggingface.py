@@ -1,7 +1,5 @@
 """Any Hugging Face causal LM, as a function from tree rows to logits and as the target."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import time
@@ -119,7 +117,6 @@ class _JoinedView(_SlabView):
 
 def recorded(cache: DynamicCache) -> dict[int, tuple[Any, ...]]:
     """Return by layer what it has put there: heads, sizes of a key and of a value, their dtype and device."""
-    layers = enumerate(cast(Any, cache).layers)
     return {
         number: (
             layer.keys.shape[1],
@@ -128,7 +125,7 @@ def recorded(cache: DynamicCache) -> dict[int, tuple[Any, ...]]:
             layer.keys.dtype,
             layer.keys.device,
         )
-        for number, layer in layers
+        for number, layer in enumerate(cast(Any, cache).layers)
         if layer.is_initialized
     }
 
@@ -157,7 +154,7 @@ class ModuleRows(SharedRows):
     logits, states     the results, as of `CausalLM.forward`
     """
 
-    model: CausalLM
+    model: "CausalLM"
     tokens: Tensor
     positions: Tensor
     cache: KVCache
@@ -187,8 +184,9 @@ class TwinModules:
         self.own_keys = not getattr(self.config, "num_kv_shared_layers", 0)
         # transformers runs layers that share keys over the rows whose logits are kept alone
         self.keeps_rows = "logits_to_keep" in self.accepts and self.own_keys
-        device = modules.get_input_embeddings().weight.device
-        self.dummy_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self.dummy_mask = torch.ones(
+            1, 1, 1, 1, dtype=torch.bool, device=modules.get_input_embeddings().weight.device
+        )
         self.dense = self.by_type = False
         self.take(contents)
 
@@ -367,8 +365,9 @@ class CausalLM:
         tokens = torch.arange(TRIED, device=self.device, dtype=torch.int64) * 13 % self.vocab_size
         positions = torch.arange(count, device=self.device, dtype=torch.int64)
         cache.length = count
-        parents = [-1, 0, 0, 1, 1, 2, 3, 6]
-        drafted = TokenTree.of_lists(tokens[count:].tolist(), parents, self.device)
+        drafted = TokenTree.of_lists(
+            tokens[count:].tolist(), [-1, 0, 0, 1, 1, 2, 3, 6], self.device
+        )
         rows = Rows.of(drafted, cache.filled)
         self._note_places(cache, rows)
         prompt = tokens[:count], positions, _SlabView(cache, 0, count), Prompt(0)
@@ -447,9 +446,11 @@ class CausalLM:
     @torch.inference_mode()
     def prepare_features(self, ids: tuple[int, ...]) -> None:
         """Make ready for `features=ids`; UnsupportedModelError where the model does not give these hidden states."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         # The first such call may install hooks. On the twin: a packed twin of it would install them a second time.
-        out = self._twin.modules(input_ids=token, output_hidden_states=True)
+        out = self._twin.modules(
+            input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device),
+            output_hidden_states=True,
+        )
         count = len(getattr(out, "hidden_states", None) or ())
         require_supported(
             f"{model_name(self.model)}: hidden states {', '.join(map(str, ids))} were asked for, it gives {count}; "
@@ -517,8 +518,9 @@ class CausalLM:
         """
         began = time.perf_counter()
         self._note_places(cache, rows)
-        positions = rows.positions.clamp(max=self.max_context - 1)
-        outputs = self._runner.run(rows.tokens, positions, cache, rows, features, one)
+        outputs = self._runner.run(
+            rows.tokens, rows.positions.clamp(max=self.max_context - 1), cache, rows, features, one
+        )
         self.seconds += time.perf_counter() - began
         return outputs
 
@@ -748,8 +750,10 @@ class HuggingFaceTarget(CachedTarget):
     def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
         batch = self._rows(tree, greedy=greedy)
         rows, most = cast(Rows, batch.tree), self.strict_rows
-        firsts = range(0, len(rows), most or len(rows))
-        pieces = [rows.strict_piece(first, most, padded=self.pads) for first in firsts]
+        pieces = [
+            rows.strict_piece(first, most, padded=self.pads)
+            for first in range(0, len(rows), most or len(rows))
+        ]
         outputs = [
             self.lm.forward(piece, self.cache, self._features)
             for piece in (pieces if most else [rows])

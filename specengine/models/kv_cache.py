@@ -1,7 +1,5 @@
 """KVCache, the keys and values of all layers in one slab; the rows of a forward, and what runs them over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ class CacheLayout(NamedTuple):
     @classmethod
     def of(
         cls, layers: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
-    ) -> CacheLayout:
+    ) -> "CacheLayout":
         """Return the layout of these layers in one slab; layers: KV heads, and sizes of keys and of values."""
         heads, size, value_size = layers[0]
         if len(set(layers)) == 1 and size == value_size:
@@ -109,7 +107,7 @@ class KVCache:
         """Return the bytes of the cache with room for `slots` slots, or for those that it has if these are more."""
         return self.nbytes + max(0, rounded(slots) - self.capacity) * self.slot_bytes
 
-    def copy_from(self, other: KVCache, count: int) -> None:
+    def copy_from(self, other: "KVCache", count: int) -> None:
         """Become what another cache of this kind is after its first `count` slots. Recurrent states are not copied."""
         self.reserve(count)
         for slab, there in zip(self.slabs, other.slabs, strict=True):
@@ -132,9 +130,8 @@ class KVCache:
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots; committed slots are kept, scratch is dropped."""
-        if capacity <= self.slab.shape[3]:  # not by the property: several calls per cycle
-            return
-        self._resize(capacity)
+        if capacity > self.slab.shape[3]:  # not by the property: several calls per cycle
+            self._resize(capacity)
 
     def _resize(self, capacity: int) -> None:
         """Have room for `capacity` slots, those that are committed or more."""
@@ -230,10 +227,12 @@ class Rows:
     _mask: Any = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, tree: TokenTree, filled: Tensor) -> Rows:
+    def of(cls, tree: TokenTree, filled: Tensor) -> "Rows":
         """Return a tree's rows, which follow the `filled` slots of a cache, int32 [1] on the device of the rows."""
-        tree_tensors = tree.tokens, tree.depths, tree.ancestors, tree.size
-        tokens, depths, words, live = (array.to(filled.device) for array in tree_tensors)
+        tokens, depths, words, live = (
+            array.to(filled.device)
+            for array in (tree.tokens, tree.depths, tree.ancestors, tree.size)
+        )
         rows = cls(tokens, depths + filled, words, filled.long(), filled, live)
         rows.seen = live
         return rows
@@ -266,7 +265,7 @@ class Rows:
             self._mask = ops.pack_mask(mask, groups, dtype, int(self.prefix))
         return self._mask
 
-    def strict_piece(self, first: int, count: int, *, padded: bool = False) -> Rows:
+    def strict_piece(self, first: int, count: int, *, padded: bool = False) -> "Rows":
         """Return up to `count` rows from `first` on, or exactly `count` if `padded`, for strict attention in order."""
         piece = slice(first, first + count)
         arrays = self.tokens[piece], self.positions[piece], self.words[piece]
@@ -495,7 +494,7 @@ class LaneTarget(CachedTarget):
                 self.cache.mark()
         return torch.cat(states) if states else None
 
-    def shares(self, other: LaneTarget, tokens: list[int]) -> int:
+    def shares(self, other: "LaneTarget", tokens: list[int]) -> int:
         """Return how many of the first `tokens` another cache holds that can be copied."""
         return (
             0
@@ -503,7 +502,7 @@ class LaneTarget(CachedTarget):
             else common_prefix(other.tokens, tokens)
         )
 
-    def copy_from(self, other: LaneTarget, count: int) -> None:
+    def copy_from(self, other: "LaneTarget", count: int) -> None:
         """Become what another one is after its first `count` tokens. Both have the same weights."""
         self.cache.copy_from(other.cache, count)
         self.tokens, self._version = other.tokens[:count], other._version

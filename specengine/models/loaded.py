@@ -105,8 +105,9 @@ class Watch:
             for name, buffer in module._buffers.items()
             if buffer is not None and not _changes_itself(module, name)
         )
-        tensors = {id(tensor): tensor for tensor in (*self._model.parameters(), *buffers)}
-        return checksums(list(tensors.values()))
+        return checksums(
+            list({id(tensor): tensor for tensor in (*self._model.parameters(), *buffers)}.values())
+        )
 
 
 @torch.no_grad()
@@ -232,10 +233,9 @@ class _Reading:
 
     def _weight(self, module: str, name: str, weight: Tensor) -> Any:
         # tells tied weights from equal ones
-        owner = self._owners.setdefault(id(weight), f"{module}.{name}")
         return (
             name,
-            owner,
+            self._owners.setdefault(id(weight), f"{module}.{name}"),
             type(weight),
             weight.shape,
             weight.dtype,
@@ -280,10 +280,9 @@ class _Reading:
         facts: dict[int, Any] = {}
         while waiting := [key for key in self.configs if key not in facts]:
             for key in waiting:
-                entries = vars(self.configs[key]).items()
                 facts[key] = [
                     (name, self._frozen(value))
-                    for name, value in entries
+                    for name, value in vars(self.configs[key]).items()
                     if name not in _WITHOUT_EFFECT
                 ]
         return facts

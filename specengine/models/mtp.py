@@ -199,8 +199,9 @@ class MtpHead(DraftHead):
     ) -> Tensor:
         arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": tree}
         if self._dense_mask:
-            mask = seen_by(tree, len(tokens), tokens.device)
-            arguments = {"attention_mask": additive(mask, self.dtype)}
+            arguments = {
+                "attention_mask": additive(seen_by(tree, len(tokens), tokens.device), self.dtype)
+            }
         view = slab_view(self.cache, tree, len(tokens), dense=self._dense_mask)
         return self._through(hidden, tokens, positions, view, arguments)
 
@@ -285,8 +286,10 @@ class Clusters(nn.Module):
         super().__init__()
         self.most, self.count = int(config.centroid_intermediate_top_k), int(config.num_centroids)
         self.centroids = nn.Linear(size, self.count, bias=False, dtype=dtype)
-        order = torch.empty(config.get_text_config().vocab_size, dtype=torch.int64, device="meta")
-        self.register_buffer("token_ordering", order)
+        self.register_buffer(
+            "token_ordering",
+            torch.empty(config.get_text_config().vocab_size, dtype=torch.int64, device="meta"),
+        )
 
     def forward(self, states: Tensor, head: Tensor) -> Tensor:
         """states: [rows, hidden size]; head: [vocabulary, hidden size]. Returns [rows, vocabulary]."""
@@ -387,8 +390,10 @@ class AssistantHead(DraftHead):
         )
         sizes = [(0, 0)] * len(owners)
         if len(self.followed.cache.slabs) > 1:
-            shapes = [family_of(config).shape_at(config, number) for number in owners]
-            sizes = [(shape.kv_heads, shape.head_dim) for shape in shapes]
+            sizes = [
+                (shape.kv_heads, shape.head_dim)
+                for shape in (family_of(config).shape_at(config, number) for number in owners)
+            ]
         slabs = {
             kind: (
                 list(dict.fromkeys(sizes)).index(sizes[number]),

@@ -5,8 +5,6 @@ copied, a tree is verified by a copy with a row per path, and the accepted path 
 the copy holds it and nothing else, or can be cropped to it.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from typing import Any, NamedTuple
@@ -216,7 +214,7 @@ class OwnCacheLM(CausalLM):
 
     def verify(
         self, cache: OwnCache, tree: TokenTree, features: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None, TreePaths]:
+    ) -> "tuple[Tensor, Tensor | None, TreePaths]":
         """Run a tree's nodes after the cached tokens.
 
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
@@ -224,16 +222,18 @@ class OwnCacheLM(CausalLM):
         began = time.perf_counter()
         paths = TreePaths(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
-        token_rows = torch.tensor(rows, dtype=torch.int64, device=self.device)
         out = self._forward(
-            token_rows, paths.longest, cache.copies(len(rows), self.device), features
+            torch.tensor(rows, dtype=torch.int64, device=self.device),
+            paths.longest,
+            cache.copies(len(rows), self.device),
+            features,
         )
         paths.held = out.held
         self.seconds += time.perf_counter() - began
         states = None if out.states is None else out.states[paths.row, paths.depth]
         return out.logits[paths.row, paths.depth], states, paths
 
-    def keep(self, cache: OwnCache, paths: TreePaths, path: list[int], tokens: list[int]) -> None:
+    def keep(self, cache: OwnCache, paths: "TreePaths", path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = next(n for n, nodes in enumerate(paths.nodes) if nodes[: len(path)] == path)
         accepted = OwnCache()
@@ -304,8 +304,9 @@ class TreePaths:
 
     def __init__(self, tree: TokenTree) -> None:
         parents = tree.parents.tolist()
-        leaves = sorted({*range(len(parents))}.difference(parents))
-        self.nodes = [path_of(parents, leaf) for leaf in leaves]
+        self.nodes = [
+            path_of(parents, leaf) for leaf in sorted({*range(len(parents))}.difference(parents))
+        ]
         self.longest = max(map(len, self.nodes))
         self.held: dict[str, Any] = {}
         places = {

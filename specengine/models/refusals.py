@@ -119,10 +119,12 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
     rated = []
     with _evaluating(model):
         for last in (4, 5):
-            tokens = torch.tensor(
-                [[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device
-            )
-            logits = model(input_ids=tokens, use_cache=False)[0][0]
+            logits = model(
+                input_ids=torch.tensor(
+                    [[token % size for token in (1, 2, 3, last)]], dtype=torch.int64, device=device
+                ),
+                use_cache=False,
+            )[0][0]
             rated.append(logits.float().nan_to_num(0.0, 0.0, 0.0))
         changed = (rated[0] - rated[1]).abs().amax(dim=-1)
         rounding = 1e-4 if model.dtype == torch.float32 else 0.05

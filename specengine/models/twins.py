@@ -152,8 +152,9 @@ def linear_layers(model: nn.Module) -> list[str]:
 def quantize(model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]]) -> None:
     """Replace the linear layers of these names by layers of these weights."""
     for name, weight in weights:
-        layer = cast(nn.Linear, model.get_submodule(name))
-        model.set_submodule(name, QuantizedLinear(layer, weight))
+        model.set_submodule(
+            name, QuantizedLinear(cast(nn.Linear, model.get_submodule(name)), weight)
+        )
 
 
 # kinds of GGUF's blocks, and their bytes

@@ -112,13 +112,13 @@ def _counted(value: Any) -> list[Any]:
     if isinstance(value, tuple):
         live: Any = getattr(value, "live", None)
         cut = isinstance(live, Tensor)
-        parts = zip(getattr(value, "_fields", value), value, strict=True)
-        whole = ("live", "bonus", "expand")
         return [
             one
-            for name, part in parts
+            for name, part in zip(getattr(value, "_fields", value), value, strict=True)
             for one in _counted(
-                part[: int(live)] if cut and not (isinstance(name, str) and name in whole) else part
+                part[: int(live)]
+                if cut and not (isinstance(name, str) and name in ("live", "bonus", "expand"))
+                else part
             )
         ]
     return [value]
@@ -136,8 +136,9 @@ def _difference(results: list[Any], expected: list[Any]) -> str:
             off = ours != theirs
         else:
             close = HALF if theirs.dtype is not torch.float32 else None
-            bounds = {"rtol": close or RELATIVE, "atol": close or ABSOLUTE, "equal_nan": True}
-            off = ~torch.isclose(ours, theirs, **bounds)  # type: ignore[arg-type]
+            off = ~torch.isclose(
+                ours, theirs, rtol=close or RELATIVE, atol=close or ABSOLUTE, equal_nan=True
+            )
         if off.any():
             a, b = ours[off].flatten()[0].item(), theirs[off].flatten()[0].item()
             return f"{a} instead of {b}, {int(off.sum())} of {off.numel()} numbers differ"
@@ -202,25 +203,10 @@ def _walk(device: torch.device) -> list[tuple[Any, ...]]:
     return [(tokens, parents, chosen, _count(device, 5)) for chosen in paths]
 
 
-def _compact_kv(device: torch.device) -> list[tuple[Any, ...]]:
-    slab = _wave(device, 2, 2, 2, 20, 8)
-    return [
-        (slab, _whole(device, 0, 2, 5, 6), _count(device, live), _count(device, 9))
-        for live in (4, 2)
-    ]
-
-
 def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (HEADS, ROWS, SIZE), (HEADS // 2, slots, SIZE), (HEADS // 2, slots, SIZE)
     query, key, value = (_wave(device, *shape, phase=float(n)) for n, shape in enumerate(shapes))
     return query, key, value
-
-
-def _cached_attention(device: torch.device) -> list[tuple[Any, ...]]:
-    words = _tree(device, 5)[5]
-    prefix, live, seen = _count(device, 60), _count(device, 4), _count(device, 5)
-    # in half precision as `attention_of` has it
-    return [(*_rows(device), words, prefix, live, seen, SIZE**-0.5)]
 
 
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
@@ -277,11 +263,6 @@ def _wide_rows(heads: Heads, rows: int, device: torch.device) -> tuple[Tensor, .
 OF_HEADS = {"cached_attention": attention_of, "strict_cached_attention": strict_attention_of}
 
 
-def _tree_attention(device: torch.device) -> list[tuple[Any, ...]]:
-    mask = torch.ones(ROWS, SLOTS, dtype=torch.bool, device=device).tril(SLOTS - ROWS)
-    return [(*_rows(device), mask, 60)]
-
-
 def _packed_linear(device: torch.device) -> list[tuple[Any, ...]]:
     """Return rows in bfloat16 for each kind of tiles, with codes of eight bits and of four, in groups and without."""
     codes = (_wave(device, 70, 1024) * 42).to(torch.int8)
@@ -305,13 +286,34 @@ PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only togethe
 # for its other ops: where nothing of it runs, they are not taken either.
 INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
     "walk": _walk,
-    "cached_attention": _cached_attention,
+    "cached_attention": lambda device: [  # in half precision as `attention_of` has it
+        (
+            *_rows(device),
+            _tree(device, 5)[5],
+            *(_count(device, slots) for slots in (60, 4, 5)),  # prefix, live, seen
+            SIZE**-0.5,
+        )
+    ],
     "choose_tokens": _choose_tokens,
-    "compact_kv": _compact_kv,
+    "compact_kv": lambda device: [
+        (
+            _wave(device, 2, 2, 2, 20, 8),
+            _whole(device, 0, 2, 5, 6),
+            _count(device, live),
+            _count(device, 9),
+        )
+        for live in (4, 2)
+    ],
     "strict_cached_attention": lambda device: strict_attention_of(
         Heads(SIZE, 2, torch.float32), device
     ),
-    "tree_attention": _tree_attention,
+    "tree_attention": lambda device: [
+        (
+            *_rows(device),
+            torch.ones(ROWS, SLOTS, dtype=torch.bool, device=device).tril(SLOTS - ROWS),
+            60,
+        )
+    ],
     "packed_linear": _packed_linear,
 }
 

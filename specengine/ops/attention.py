@@ -247,9 +247,8 @@ def order_paths(words: Tensor) -> Paths:
     ).flatten(1)
     rows, most = named.shape
     places = torch.where(named.bool(), named.cumsum(1) - 1, most)  # after the end: not named
-    ids = torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
     nodes = torch.zeros(rows, most + 1, dtype=torch.int32, device=words.device).scatter_(
-        1, places, ids
+        1, places, torch.arange(most, dtype=torch.int32, device=words.device).expand(rows, most)
     )
     return Paths(nodes[:, :most].contiguous(), named.sum(1).int())
 

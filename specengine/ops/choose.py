@@ -99,11 +99,13 @@ def truncate(logits: Tensor, temperature: Tensor, truncation: Truncation) -> Ten
     NaN and infinite logits are left out. A row's result depends on no other row: shares are sums of integers.
     Returns float32 [n, V].
     """
-    signature = (
+    require(
         "logits: floating [n, V]; temperature: float32 [1]; "
-        "top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]"
+        "top_k: int64 [1]; top_p: float32 [1]; min_p: float32 [1]",
+        logits,
+        temperature,
+        *truncation,
     )
-    require(signature, logits, temperature, *truncation)
     refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     if run := kernels.truncate[logits.device]:
         return run(logits, temperature, truncation)

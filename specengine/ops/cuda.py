@@ -294,8 +294,10 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """Return the ops that are here; raises ImportError where NVRTC or the sources are missing."""
     if find() is None:
         raise ImportError("NVRTC, of torch's CUDA wheels, was not found")
-    ops = (step_queues, extract, start_search, grow_likely, keep_likely, count_outcomes)
-    return {run.__name__: run for run in ops}
+    return {
+        run.__name__: run
+        for run in (step_queues, extract, start_search, grow_likely, keep_likely, count_outcomes)
+    }
 
 
 # ---- best-first queues
@@ -506,8 +508,10 @@ def count_outcomes(
 
 
 def _nodes(width: int, device: torch.device) -> Nodes:
-    ids = torch.empty(width, dtype=torch.int64, device=device)
-    return Nodes(ids, torch.empty(1, dtype=torch.int32, device=device))
+    return Nodes(
+        torch.empty(width, dtype=torch.int64, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+    )
 
 
 def _addresses(*tensors: Tensor | None) -> Any:

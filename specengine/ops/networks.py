@@ -29,8 +29,7 @@ def mlp(features: Tensor, net: Sequence[Tensor]) -> Tensor:
     _require_network(net, features.shape[-1])
     refuse_unless(features.dtype is torch.float32, "features", "float32 [..., inputs]", features)
     # by their weights, as calling a module takes longer than the products
-    hidden = linear(features, net[0], net[1]).relu()
-    return linear(hidden, net[2], net[3])[..., 0].sigmoid()
+    return linear(linear(features, net[0], net[1]).relu(), net[2], net[3])[..., 0].sigmoid()
 
 
 @op
@@ -45,10 +44,12 @@ def classify_paths(
     if run := native.classify_paths[path_log_probs.device]:
         return run(path_log_probs, entropies, depth, net)
     _require_network(net, 3)
-    signature = (
-        "path_log_probs: float32 [rows, children]; entropies: float32 [rows]; depth: int32 [1]"
+    require(
+        "path_log_probs: float32 [rows, children]; entropies: float32 [rows]; depth: int32 [1]",
+        path_log_probs,
+        entropies,
+        depth,
     )
-    require(signature, path_log_probs, entropies, depth)
     probs = path_log_probs.exp()
     return mlp(
         torch.stack(
@@ -272,8 +273,9 @@ def gather_norms(
     if run := kernels.gather_norms[states.device]:
         return run(states, sources, table, tokens, weights, eps)
     rows, embeddings = gather_rows(states, sources, table, tokens)
-    normed = rms_norm(embeddings, weights[0], eps), rms_norm(rows, weights[1], eps)
-    return torch.cat(normed, -1), rows
+    return torch.cat(
+        (rms_norm(embeddings, weights[0], eps), rms_norm(rows, weights[1], eps)), -1
+    ), rows
 
 
 @op

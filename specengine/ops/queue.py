@@ -105,8 +105,9 @@ def step_queues(
     queues_before = Queues(
         *(torch.where(begins, new, old) for new, old in zip(fresh, queues, strict=True))
     )
-    pushed = _push(queues_before, found, frontier.ids, depths, token_ids)
-    after, drawn = _draw(pushed, search, going)
+    after, drawn = _draw(
+        _push(queues_before, found, frontier.ids, depths, token_ids), search, going
+    )
     for into, values in zip(queues, after, strict=True):
         into.copy_(torch.where(going, values, into))
     return drawn

@@ -323,10 +323,9 @@ class Step:
         bound: Number | None = None,
     ) -> Candidates:
         """Select the `most` best continuations of all frontier nodes together; see `best_candidates`."""
-        scores = tree.path_log_probs.index_select(0, frontier.ids)
         return best_candidates(
             self.logits,
-            scores,
+            tree.path_log_probs.index_select(0, frontier.ids),
             frontier.live,
             most,
             limit=limit,

@@ -3,8 +3,6 @@
 A number is what a rule computes with: Python's where reading it is free, else a tensor of one element on its device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
@@ -111,7 +109,7 @@ class Nodes(NamedTuple):
     live: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor) -> Nodes:
+    def of(cls, ids: Tensor) -> "Nodes":
         """Return these nodes, without padding."""
         return cls(ids, torch.full((1,), ids.shape[0], dtype=torch.int32, device=ids.device))
 
@@ -120,14 +118,14 @@ class Nodes(NamedTuple):
         live = int(self.live)
         return self.ids if live == self.ids.shape[0] else self.ids[:live]
 
-    def where(self, flag: Flag) -> Nodes:
+    def where(self, flag: Flag) -> "Nodes":
         """Return these nodes, or none where the flag is down."""
         known = number(flag) if isinstance(flag, Tensor) else flag
         if isinstance(known, Tensor):
             return Nodes(self.ids, self.live * known)
         return self if known else Nodes(self.ids, _lasting(0, torch.int32, self.live.device))
 
-    def unless(self, flag: Flag) -> Nodes:
+    def unless(self, flag: Flag) -> "Nodes":
         """Return these nodes, or none where the flag is up."""
         return self.where(~flag if isinstance(flag, Tensor) else not flag)
 
@@ -329,8 +327,9 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
         return Nodes(*run(scores, live, most, limit))
     require("scores: float32 [m]; live: int32 [1]; limit: int32 [1]", scores, live, limit)
     refuse_unless(most >= 0, "most", "0 or more", most)
-    place = torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64)
-    values = scores.masked_fill(place >= live, -math.inf)
+    values = scores.masked_fill(
+        torch.arange(scores.shape[0], device=scores.device, dtype=torch.int64) >= live, -math.inf
+    )
     insist(~values.isnan().any(), HAS_NAN)
     best = order_keys(values).topk(min(most, scores.shape[0])).indices
     count = (values[best] > -math.inf).sum(0, keepdim=True)
@@ -478,8 +477,9 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
     insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
     slots = prefix.long() + place
-    moved = slab.index_select(3, torch.where(there, prefix.long() + path, slots))
-    slab.index_copy_(3, slots, moved)
+    slab.index_copy_(
+        3, slots, slab.index_select(3, torch.where(there, prefix.long() + path, slots))
+    )
     return None
 
 
@@ -624,7 +624,7 @@ class Beside(NamedTuple):
     copies: Any
     table: Any
 
-    def __call__(self, tree: TokenTree, nodes: Nodes, most: int, least: float) -> Free | None:
+    def __call__(self, tree: "TokenTree", nodes: Nodes, most: int, least: float) -> Free | None:
         return self.below(tree.arrays, tree.size, nodes, most, least)
 
     def below(
@@ -727,7 +727,7 @@ class TokenTree:
     free: Continuations | None
     memory: Tensor | None
     origin: str
-    staged: TokenTree | None
+    staged: "TokenTree | None"
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
         if capacity < 1:
@@ -748,12 +748,12 @@ class TokenTree:
         )
 
     @classmethod
-    def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> TokenTree:
+    def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> "TokenTree":
         """Return a tree of the root alone, with room for `capacity` nodes."""
         return cls(capacity, device, token)
 
     @classmethod
-    def alone(cls, token: int, device: torch.device) -> TokenTree:
+    def alone(cls, token: int, device: torch.device) -> "TokenTree":
         """Return a tree of the root alone that stays one. All but its token is what other such trees have too."""
         if device.type != FREE:
             return cls(1, device, token)
@@ -770,7 +770,7 @@ class TokenTree:
         log_probs: Tensor,
         path_log_probs: Tensor,
         passes: int = 0,
-    ) -> TokenTree:
+    ) -> "TokenTree":
         """Return a tree of these nodes, which has no room for more; the arrays are as above, and kept."""
         numbers = torch.tensor(
             [[tokens.shape[0]], [passes], [0]], dtype=torch.int32, device=tokens.device
@@ -781,7 +781,7 @@ class TokenTree:
     @classmethod
     def of_lists(
         cls, tokens: list[int], parents: list[int], device: torch.device | str = "cpu"
-    ) -> TokenTree:
+    ) -> "TokenTree":
         """Return a tree of these nodes, each below an earlier one, with certain edges; -1 is above the root."""
         ids, above, levels = torch.tensor(
             [tokens, parents, depths_of(parents)], dtype=torch.int64, device=device
@@ -893,7 +893,7 @@ class TokenTree:
         """Select the nodes of the largest path log-probabilities, ascending; they are closed under parent."""
         return select_best(self.path_log_probs, self.size, most, limit)
 
-    def subtree(self, nodes: Nodes) -> TokenTree:
+    def subtree(self, nodes: Nodes) -> "TokenTree":
         """Return the tree of these nodes alone, renumbered in their order, with room for no more than their padding.
 
         nodes: ascending, with the root first and closed under parent; raises InputError otherwise.
@@ -901,7 +901,7 @@ class TokenTree:
         counters = nodes.live, self.passes, self.overflow
         return _fill(TokenTree.__new__(TokenTree), extract(self.arrays, *nodes), counters)
 
-    def trimmed(self) -> TokenTree:
+    def trimmed(self) -> "TokenTree":
         """Return the same nodes without the room after them, as views. Synchronises with the device if on one."""
         size = len(self)
         if size == self.capacity:
@@ -917,7 +917,7 @@ class TokenTree:
         )
         return _fill(TokenTree.__new__(TokenTree), arrays, self.counters)
 
-    def to(self, device: torch.device | str) -> TokenTree:
+    def to(self, device: torch.device | str) -> "TokenTree":
         """Return a copy of the tree on a device. Synchronises once with a device that the tree was made on."""
         if self.memory is not None:
             return _divide(
@@ -927,7 +927,7 @@ class TokenTree:
         counters: Any = tuple(part.to(device, copy=True) for part in self.counters)
         return _fill(TokenTree.__new__(TokenTree), arrays, counters)
 
-    def copy_(self, tree: TokenTree) -> None:
+    def copy_(self, tree: "TokenTree") -> None:
         """Become a copy of another tree, which has no more nodes than there is room for.
 
         From the host to memory of a CUDA device that is one copy, which the host does not wait for: it must have read
@@ -973,8 +973,9 @@ def _fill(tree: TokenTree, arrays: Arrays, counters: Counters) -> TokenTree:
 def _divide(tree: TokenTree, memory: Tensor, capacity: int) -> TokenTree:
     """Make the tree's tensors parts of int64 memory, each aligned to 16 bytes as kernels expect."""
     room, words = -(-capacity // 4) * 4, -(-capacity // WORD_BITS)
-    sizes = [room, room, room, room // 2, room // 2, room * words, 2, 2, 2]
-    tokens, parents, depths, edges, paths, ancestors, *counters = memory.split(sizes)
+    tokens, parents, depths, edges, paths, ancestors, *counters = memory.split(
+        [room, room, room, room // 2, room // 2, room * words, 2, 2, 2]
+    )
     reals = (part.view(torch.float32)[:capacity] for part in (edges, paths))
     arrays = (
         tokens[:capacity],

@@ -98,9 +98,8 @@ def level_rows(
         return by_meaning(
             tree.level_rows, arrays, size, nodes, filled, used, slots, factors, passes
         )
-    drafted = frontier.Tree(*arrays, size)
     tokens, positions, words, slot, sources, targets, scales = frontier.level_rows(
-        drafted, *nodes, filled, used, passes, slots, factors
+        frontier.Tree(*arrays, size), *nodes, filled, used, passes, slots, factors
     )
     return tree.PassRows(tokens, positions, words, slot, sources, targets, None, scales)
 
@@ -228,9 +227,11 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
     rows, slots = mask.shape
     behind = slots - prefix
     bits = pad(mask[:, prefix:], (0, max(WORD_BITS, -(-behind // WORD_BITS) * WORD_BITS) - behind))
-    shifts = torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
     # bits are distinct, so the sum is their union
-    words = (bits.view(rows, -1, WORD_BITS).long() << shifts).sum(-1)
+    words = (
+        bits.view(rows, -1, WORD_BITS).long()
+        << torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
+    ).sum(-1)
     return Words(words[None], _lengths(prefix, rows, behind, mask.device), mask)
 
 
@@ -273,9 +274,8 @@ def _cached_attention(
     seen: Tensor,
     scale: float,
 ) -> Tensor:
-    rows = query.transpose(0, 1)[None]
-    out = attention_kernel.tree_attention(
-        rows,
+    return attention_kernel.tree_attention(
+        query.transpose(0, 1)[None],
         key[None],
         value[None],
         words[None],
@@ -284,8 +284,7 @@ def _cached_attention(
         seen,
         scale=scale,
         upcast=INTERPRETED,
-    )
-    return out[0].transpose(0, 1)
+    )[0].transpose(0, 1)
 
 
 def strict_cached_attention(
@@ -314,7 +313,7 @@ def _strict_cached_attention(
     scale: float,
 ) -> Tensor:
     rows, nodes = query.transpose(0, 1)[None], paths.nodes.contiguous()[None]
-    out = strict_kernel.strict_attention(
+    return strict_kernel.strict_attention(
         rows,
         key[None],
         value[None],
@@ -324,8 +323,7 @@ def _strict_cached_attention(
         live,
         scale=scale,
         upcast=INTERPRETED,
-    )
-    return out[0].transpose(0, 1)
+    )[0].transpose(0, 1)
 
 
 def _takes(name: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
@@ -449,9 +447,8 @@ def gather_rows(
 
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
 def _all_seen(rows: int, slots: int, device: torch.device) -> Words:
-    none = torch.zeros(1, rows, 1, dtype=torch.int64, device=device)
     return Words(
-        none,
+        torch.zeros(1, rows, 1, dtype=torch.int64, device=device),
         _lengths(slots, rows, 0, device),
         torch.ones(rows, slots, dtype=torch.bool, device=device),
     )

@@ -1,7 +1,5 @@
 """Ops of a search that weighs the worth of nodes against their costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -544,10 +542,11 @@ def _is_covered(free: Free, tree: Arrays, size: Tensor, state: SearchState) -> b
         0.0,
     )
     for level in range(max(depths) + 1):
-        chances_there = (
-            chance for chance, depth in zip(missed, depths, strict=True) if depth == level
+        gain += (
+            share
+            * sum(chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
+            - price
         )
-        gain += share * sum(chances_there) - price
         if gain > 0:
             return False
     return True
@@ -557,8 +556,9 @@ def _read(free: Free, tree: Arrays, size: Tensor, counts: Counts) -> tuple[Tenso
     """Return stated log-probabilities and cells of free nodes."""
     first, device = int(size), size.device
     depths = depths_of([*tree[1][:first].tolist(), *free.parents])[first:]
-    facts = (free.marks, depths, free.ranks)
-    marks, below, ranks = torch.tensor(facts, dtype=torch.int64, device=device)
+    marks, below, ranks = torch.tensor(
+        (free.marks, depths, free.ranks), dtype=torch.int64, device=device
+    )
     cells = cells_of(counts.group, marks, below, ranks.clamp(max=PLACES - 1))
     return torch.tensor(free.log_probs, device=device, dtype=torch.float32), cells
 
@@ -655,7 +655,7 @@ class _Played(NamedTuple):
     waiting: Tensor
     spent: Tensor
 
-    def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> _Played:
+    def after(self, order: Tensor, drawn: Tensor, profile: Tensor, draft: Tensor) -> "_Played":
         """Return the tree after one more pass, from the nodes of `order`, [widths, most], that are `drawn`."""
         widths = len(order)
         edges = profile[self.levels.gather(1, order)]

@@ -1,7 +1,5 @@
 """Blocks that a layer may have, with the names of their parts in csrc/cpu, in transformers and in GGUF files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +23,7 @@ class Name:
     transformers: str
     gguf: str
 
-    def below(self, above: Name) -> Name:
+    def below(self, above: "Name") -> "Name":
         """Return the whole name of this module of the module `above`."""
         return Name(f"{above.transformers}.{self.transformers}", f"{above.gguf}.{self.gguf}")
 

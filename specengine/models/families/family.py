@@ -267,10 +267,9 @@ class Family:
 
     def layers_of(self, config: Any) -> list[Layer]:
         """Return the blocks of each layer."""
-        numbers = range(self.shape(config).layers)
         return [
             self.layer if isinstance(self.layer, Layer) else self.layer(config, number)
-            for number in numbers
+            for number in range(self.shape(config).layers)
         ]
 
     def routing(self, config: Any) -> Routing:

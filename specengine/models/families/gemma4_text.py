@@ -39,8 +39,10 @@ def reads(config: Any, number: int) -> int | None:
     if number < first:
         return None
     types = config.layer_types
-    owners = (other for other in range(first) if types[other] == types[number])
-    return max(owners, default=-2 - sorted(set(types)).index(types[number]))
+    return max(
+        (other for other in range(first) if types[other] == types[number]),
+        default=-2 - sorted(set(types)).index(types[number]),
+    )
 
 
 def attention(config: Any, number: int) -> Attention:

@@ -8,10 +8,9 @@ from specengine.models.families import deepseek_v3 as deepseek
 
 
 def layer(config: Any, number: int) -> Layer:
-    dense = config.mlp_layer_types[number] == "dense"
     return Layer(
         attention=latent_of(config, neighbours=bool(config.rope_interleave)),
-        mlp=GatedMLP() if dense else deepseek.experts(config),
+        mlp=GatedMLP() if config.mlp_layer_types[number] == "dense" else deepseek.experts(config),
     )
 
 

@@ -23,9 +23,8 @@ def layer(config: Any, number: int) -> Layer:
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Files say no more of positions than that they are scaled, and give experts' channels a key of their own."""
     rope = fields["rope_parameters"]
-    inner = value("expert_feed_forward_length") or fields["intermediate_size"]
     return {
-        "intermediate_size": inner,
+        "intermediate_size": value("expert_feed_forward_length") or fields["intermediate_size"],
         "rope_parameters": rope | ({"truncate": False} if len(rope) > 2 else {}),
     }
 

@@ -44,8 +44,10 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     """Layers without keys have convolutions; the width of the network is what it is."""
     heads = value("attention.head_count_kv")
     heads = heads if isinstance(heads, list) else [heads] * fields["num_hidden_layers"]
-    kinds = ["full_attention" if count else CONVOLUTION for count in heads]
-    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    return {
+        "layer_types": ["full_attention" if count else CONVOLUTION for count in heads],
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def inner(config: Any) -> dict[str, int]:

@@ -8,10 +8,12 @@ ATTENTION = Attention(windows="all")
 
 
 def layer(config: Any, number: int) -> Layer:
-    experts = Experts(
-        config.num_local_experts, config.intermediate_size, Routing(config.num_experts_per_tok)
+    return Layer(
+        attention=ATTENTION,
+        mlp=Experts(
+            config.num_local_experts, config.intermediate_size, Routing(config.num_experts_per_tok)
+        ),
     )
-    return Layer(attention=ATTENTION, mlp=experts)
 
 
 FAMILY = Family(

@@ -13,8 +13,10 @@ ATTENTION = Attention(
 
 
 def layer(config: Any, number: int) -> Layer:
-    experts = Experts(config.num_experts, config.intermediate_size, routing_of(config))
-    return Layer(attention=ATTENTION, mlp=experts)
+    return Layer(
+        attention=ATTENTION,
+        mlp=Experts(config.num_experts, config.intermediate_size, routing_of(config)),
+    )
 
 
 FAMILY = Family(

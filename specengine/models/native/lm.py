@@ -4,8 +4,6 @@ A row's results depend on the row and on what it sees, not on the rest of its ba
 plain decoding, in float32, bfloat16, int8 and packed GGUF blocks.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -272,7 +270,7 @@ class NativeLM:
 
     def run(
         self,
-        batch: RowBatch,
+        batch: "RowBatch",
         *,
         layers: int | None = None,
         added: Tensor | None = None,
@@ -289,8 +287,9 @@ class NativeLM:
         (start, prefix, words), cache, best = batch.seen, batch.cache, batch.best
         tokens, positions, features = batch.tokens, batch.positions, batch.features
         if features:
-            width = len(features) * self.shape.hidden
-            batch.states = torch.empty(len(tokens), width, dtype=torch.float32, device="cpu")
+            batch.states = torch.empty(
+                len(tokens), len(features) * self.shape.hidden, dtype=torch.float32, device="cpu"
+            )
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
         with self._turn:
@@ -317,7 +316,7 @@ class NativeLM:
 
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
-    ) -> RowBatch:
+    ) -> "RowBatch":
         """Return the next tokens of a text as rows for `run_lanes`, with room in its cache."""
         start, end = cache.length, cache.length + len(tokens)
         cache.reserve(end)
@@ -325,7 +324,7 @@ class NativeLM:
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         return RowBatch(self, ids, positions, cache, (start, start, None), features)
 
-    def run_lanes(self, batch: Sequence[RowBatch]) -> Tensor | None:
+    def run_lanes(self, batch: "Sequence[RowBatch]") -> Tensor | None:
         """Run rows of several texts in one C++ call, and fill their results. Caches are the texts' own.
 
         Returns the logits of all that want them, float32 [rows, vocabulary], of which theirs are views.
@@ -416,8 +415,9 @@ class NativeLM:
         far = min(
             self.max_context - 1, _FARTHEST if queries is None else max(_FARTHEST, queries.every)
         )
-        positions = torch.tensor([0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu")
-        return tokens, positions.clamp(max=far)
+        return tokens, torch.tensor(
+            [0, 1, 2, far // 2, far], dtype=torch.int64, device="cpu"
+        ).clamp(max=far)
 
     @torch.inference_mode()
     def _check(self, source: Source) -> None:
@@ -454,9 +454,9 @@ class NativeLM:
         It goes to other experts, or a recurrence all but forgets it: its output, near zero, is normed. Weights in int8
         were seen to move one such token by 0.9 of its length, in transformers' modules by 0.6, and the others by 0.1.
         """
-        mixer = family_of(self.config).mixer(self.config)
         return self.numerics != "float32" and (
-            self.routes.layers > 0 or isinstance(mixer, families.GatedDelta)
+            self.routes.layers > 0
+            or isinstance(family_of(self.config).mixer(self.config), families.GatedDelta)
         )
 
 
@@ -511,7 +511,7 @@ class HeadRows(SharedRows):
     """
 
     drafts = True
-    model: NativeHead | NativeAssistant
+    model: "NativeHead | NativeAssistant"
     rows: Rows
     states: Tensor
     sources: Tensor
@@ -948,7 +948,7 @@ class NativeTarget(CachedTarget):
             rows.best.tokens[:, 0].tolist(), rows.states, rows.best if self.successors else None
         )
 
-    def _rows(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+    def _rows(self, tree: TokenTree, *, greedy: bool) -> "RowBatch":
         """Return the nodes of a tree as rows after the committed tokens, with room for their results."""
         cache, live = self.cache, int(tree.size)
         start = int(cache.filled)
@@ -964,13 +964,15 @@ class NativeTarget(CachedTarget):
         )
         if greedy:
             shape = live, max(1, self.successors)
-            best = torch.empty(shape, dtype=torch.int64, device="cpu")
-            rows.best = Successors(best, torch.empty(shape, dtype=torch.float32, device="cpu"))
+            rows.best = Successors(
+                torch.empty(shape, dtype=torch.int64, device="cpu"),
+                torch.empty(shape, dtype=torch.float32, device="cpu"),
+            )
         else:
             rows.logits = torch.empty(live, self.vocab_size, dtype=torch.float32, device="cpu")
         return rows
 
-    def _run(self, tree: TokenTree, *, greedy: bool) -> RowBatch:
+    def _run(self, tree: TokenTree, *, greedy: bool) -> "RowBatch":
         rows = self._rows(tree, greedy=greedy)
         if self.counts:
             self.experts = torch.empty(len(rows.tokens), dtype=torch.int32, device="cpu")

@@ -81,8 +81,7 @@ class ModelSource(Source):
         kind = rotary.rope_type[key] if key else rotary.rope_type
         # the others of longrope are those of the last length
         begin = "original_" if kind == "longrope" else ""
-        frequencies = getattr(rotary, f"{prefix}{begin}inv_freq")
-        return frequencies.detach().to(torch.float32), float(
+        return getattr(rotary, f"{prefix}{begin}inv_freq").detach().to(torch.float32), float(
             getattr(rotary, f"{prefix}attention_scaling")
         )
 

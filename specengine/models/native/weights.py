@@ -1,7 +1,5 @@
 """The weights of a native model: read one tensor at a time, and packed, so that no second copy is made."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from abc import ABC, abstractmethod
@@ -78,7 +76,7 @@ class Weight(NamedTuple):
     place: tuple[int, int, str] | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Weight:
+    def of(cls, name: str, tensor: Tensor) -> "Weight":
         """Return the weight of a tensor in float32 or bfloat16 that is in memory; of a stack of matrices, all rows."""
         tensor = tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
         return cls(
@@ -88,7 +86,7 @@ class Weight(NamedTuple):
             lambda first, last: tensor[first:last].contiguous(),
         )
 
-    def parts(self, sizes: Mapping[str, int]) -> Iterator[Weight]:
+    def parts(self, sizes: Mapping[str, int]) -> "Iterator[Weight]":
         """Split this weight by rows: yield one weight for each name in `sizes`, in their order."""
         if len(self.shape) > 1 and all(
             name.endswith(VECTORS) for name in sizes
@@ -260,8 +258,9 @@ class Source(ABC):
         if factors.in_module or factors.by_token:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] * factors.embedding
         if layer_inputs is not None and (of := family.own_inputs(self.config)) is not None:
-            by_layer = layer_inputs.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
-            inputs["per_layer_inputs"] = by_layer[None]
+            inputs["per_layer_inputs"] = (
+                layer_inputs.unflatten(1, (-1, of.size))[:, : self.tried] * factors.own
+            )[None]
         return states_of(_first_layers(self), positions, (self.tried,), **inputs)
 
 

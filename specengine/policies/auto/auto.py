@@ -150,14 +150,13 @@ class Auto(TreePolicy):
         if (trained := tree.origin == "draft") is not state.trained:
             state.enter(self._group, trained)
         free = self._free(tree) if ops.is_free(tree.size) else None
-        covered = self.budget, math.log(MIN_FREE_PASS)
         return ops.start_search(
             tree.arrays,
             tree.size,
             state.bound,
             self.rounds,
             free,
-            covered,
+            (self.budget, math.log(MIN_FREE_PASS)),
             state.skipped,
             self.patience,
         )
@@ -190,8 +189,7 @@ class Auto(TreePolicy):
             return
         rested = self._rests and cycle is not None
         if not rested:
-            bound = self._state[tree.device].bound
-            ops.count_outcomes(tree.arrays, tree.size, path, chosen, bound)
+            ops.count_outcomes(tree.arrays, tree.size, path, chosen, self._state[tree.device].bound)
         if cycle is None:
             return
         state, experts = self._state[tree.device], self._costs.experts

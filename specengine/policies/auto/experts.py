@@ -56,8 +56,9 @@ class ExpertReads:
         """
         self._expected = self.least(nodes)
         usual = [0.0, *(interpolated(costs.experts, n) for n in range(1, nodes + 1))]
-        here = [0.0, *itertools.accumulate(self._expected)]
-        read, measured = torch.tensor([here, usual], dtype=torch.float32, device="cpu").unbind()
+        read, measured = torch.tensor(
+            [[0.0, *itertools.accumulate(self._expected)], usual], dtype=torch.float32, device="cpu"
+        ).unbind()
         return costs.expert * (read - measured)
 
     def prices(self, seconds: float) -> list[float]:

@@ -76,8 +76,9 @@ class DeviceSearch:
 
     def share(self, other: "DeviceSearch") -> None:
         """Count by stated chance what is accepted, and tokens over seconds, together with another state."""
-        shared = {name: getattr(other.bound.counts, name) for name in SHARED}
-        counts = self.bound.counts._replace(**shared)
+        counts = self.bound.counts._replace(
+            **{name: getattr(other.bound.counts, name) for name in SHARED}
+        )
         throughput = self.bound.throughput._replace(recent=other.bound.throughput.recent)
         self.bound = ops.bind_search(SearchState(counts, self.bound.notes, throughput))
 
