@@ -74,15 +74,15 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.gated = config.gated
         self.markov_w1 = nn.Embedding(config.vocab_size, config.rank)
-        self.markov_w2 = nn.Linear(config.rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
         if config.gated:
             self.gate_proj = nn.Linear(config.hidden_size + config.rank, config.rank)
 
     def forward(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
         """Return what to add to logits, [rows, columns].
 
-        tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; columns: int64, or
-        None for the whole vocabulary.
+        tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; columns: int64, of
+        the draft's vocabulary, or None for all of them.
         """
         latent = self.markov_w1(tokens)
         if self.gated:
@@ -155,7 +155,7 @@ class ConvolvedLayer(DecoderLayer):
 
 
 class DflashNet(EagleHead):
-    """The network. Its logits are the target's head's of the states; tensors may carry any leading dimensions."""
+    """The network; tensors may carry any leading dimensions."""
 
     config: DflashConfig
 
@@ -172,6 +172,7 @@ class DflashNet(EagleHead):
             self.candidate_selector = CandidateSelector(config)
         elif config.rank:
             self.markov_head = MarkovHead(config)
+        self._add_vocabulary()
 
     def fuse(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.hidden_norm(self.fc(features)))
@@ -216,7 +217,7 @@ class DflashHead(TorchHead):
         root = rows.tokens.index_select(0, cast(Tensor, one))
         block = pad(root, (0, size - 1), value=self.config.mask_token_id)
         out = self._run_block(self._target.embed(block), first)[size - self.config.depths :]
-        return self._target.head(out), out
+        return self._logits(out), out
 
     def corrections(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
         """Return what to add to logits, [rows, columns], as of MarkovHead and CandidateSelector."""

@@ -34,10 +34,6 @@ MAX_FEATURES = 64
 UNREAD = {  # heads that draft blocks and are not read, by words of their configs, and what they have besides
     "domino": ("Domino", "corrects each position by those before it"),
     "gemma4dspark": ("DSpark", "has layers of Gemma 4"),
-    "speculators_model_type dspark": (
-        "DSpark",
-        "has a vocabulary of its own, as speculators makes it",
-    ),
 }
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
@@ -358,7 +354,7 @@ def is_head(raw: Mapping[str, Any]) -> bool:
 
 def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return family and reason where a config is of a head that drafts blocks and is not read."""
-    fields = "architectures", "dflash_config", "speculators_model_type"
+    fields = "architectures", "dflash_config", "projector_type"
     words = " ".join(f"{name} {raw.get(name)}" for name in fields).lower()
     return next((reason for word, reason in UNREAD.items() if word in words), None)
 

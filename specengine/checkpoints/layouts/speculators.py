@@ -1,8 +1,15 @@
 """The layout of speculators, which vLLM reads: the decoder layer's config is an object of its own."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, require_field
+from specengine.checkpoints.layouts import (
+    LAYER_IDS,
+    HeadFields,
+    Layout,
+    Verifier,
+    require_field,
+)
 from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
@@ -10,6 +17,19 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64  # of a chain
 VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
+BLOCKS = "dflash", "dflash2", "dspark"  # read by the layout of that name
+
+
+def read_nested_layer(fields: HeadFields, *accepted: str) -> HeadFields:
+    """Return the fields of the decoder layer, an object of one of the accepted model types."""
+    require_intact("transformer_layer_config: is missing", "transformer_layer_config" in fields)
+    layer = fields.nested("transformer_layer_config")
+    kind = layer.raw.get("model_type")
+    require_intact(
+        f"transformer_layer_config.model_type: got {shown(kind)}, accepted {' or '.join(accepted)}",
+        kind in accepted,
+    )
+    return layer
 
 
 class Speculators(Layout):
@@ -20,27 +40,23 @@ class Speculators(Layout):
     names_target = True
 
     @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        return super().recognises(raw) and raw["speculators_model_type"] not in BLOCKS
+
+    @classmethod
     def prefixes(cls, version: int) -> dict[str, str]:
         return {"transformer.": "layers.0.", "fusion_fc.": "fc."} if version == 1 else {}
 
     def read_version(self) -> Literal[1, 3]:
         kind = self.fields.raw["speculators_model_type"]
         require_intact(
-            f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}",
+            f"speculators_model_type: got {shown(kind)}, known are {', '.join((*VERSIONS, *BLOCKS))}",
             isinstance(kind, str) and kind in VERSIONS,
         )
         return VERSIONS[kind]
 
     def read(self) -> dict[str, Any]:
-        require_intact(
-            "transformer_layer_config: is missing", "transformer_layer_config" in self.fields
-        )
-        layer = self.fields.nested("transformer_layer_config")
-        kind = layer.raw.get("model_type")
-        require_intact(
-            f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3",
-            kind in ("llama", "qwen3"),
-        )
+        layer = read_nested_layer(self.fields, "llama", "qwen3")
         require_intact(
             "transformer_layer_config.layer_types: drafts of several layers are not supported",
             "sliding_attention" not in layer.texts("layer_types")[1:],
@@ -49,7 +65,7 @@ class Speculators(Layout):
         common = self.read_layer(layer) | {
             "qkv_bias": bias,
             "o_bias": bias,
-            "qk_norm": kind == "qwen3",
+            "qk_norm": layer.raw["model_type"] == "qwen3",
         }
         if self.version == 1:
             require_intact(
