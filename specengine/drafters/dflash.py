@@ -60,15 +60,8 @@ class Dflash(EagleDraft):
             rows = rows.log_softmax(-1)
         self._rows = pad(rows, (0, 0, 0, 1), value=-torch.inf)
         hidden = None if step.hidden is None else step.hidden[:1]
-        if self._hidden is not None:
-            return replace(self.step(tree, tree.root_alone()), hidden=hidden)
-        return Step(
-            rows[:1],
-            self._ids,
-            normalized=True,
-            hidden=hidden,
-            further=rows[1:] if len(rows) > 1 else None,
-        )
+        further = rows[1:] if self._hidden is None and len(rows) > 1 else None
+        return replace(self.step(tree, tree.root_alone()), hidden=hidden, further=further)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         depths = tree.depths.index_select(0, frontier.ids).clamp(max=len(self._rows) - 1)

@@ -116,8 +116,11 @@ class BlockConvolution(nn.Module):
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
         self.group_size = config.group_size
-        groups = config.hidden_size // config.group_size
-        self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.taps * groups, bias=False)
+        self.kernel_projection = nn.Linear(
+            config.hidden_size,
+            2 * config.taps * (config.hidden_size // config.group_size),
+            bias=False,
+        )
         self.base_kernel = nn.Parameter(
             self.kernel_projection.weight.new_empty(2, config.taps, config.hidden_size)
         )
@@ -214,8 +217,11 @@ class DflashHead(TorchHead):
         first = int(rows.slot) + count
         self.cache.reserve(first + size)
         self._prefill(cast(Tensor, features)[:count], rows.tokens, rows.positions[:count])
-        root = rows.tokens.index_select(0, cast(Tensor, one))
-        block = pad(root, (0, size - 1), value=self.config.mask_token_id)
+        block = pad(
+            rows.tokens.index_select(0, cast(Tensor, one)),
+            (0, size - 1),
+            value=self.config.mask_token_id,
+        )
         out = self._run_block(self._target.embed(block), first)[size - self.config.depths :]
         return self._logits(out), out
 

@@ -225,10 +225,11 @@ class EagleHead(nn.Module, ABC):
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Offsets, not ids: column d stands for target token d + d2t[d].
-        partial = config.draft_vocab_size < config.vocab_size
         self.register_buffer(
             "d2t",
-            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64) if partial else None,
+            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64)
+            if config.draft_vocab_size < config.vocab_size
+            else None,
         )
 
 

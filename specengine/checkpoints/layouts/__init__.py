@@ -321,10 +321,10 @@ class Layout(ABC):
     @staticmethod
     def unread_by_vllm(config: EagleConfig) -> dict[str, bool]:
         """Return each problem that vLLM 0.32 has with some EAGLE-3 heads, and whether it has it with this one."""
-        partly = config.qkv_bias != config.o_bias
         return {
             "vLLM knows no head whose logits are read before the final norm": not config.norm_logits,
-            "vLLM drops biases that only some of the attention's projections have": partly,
+            "vLLM drops biases that only some of the attention's projections have": config.qkv_bias
+            != config.o_bias,
             f"vLLM runs no hidden_act but silu, this head has {config.hidden_act}": config.hidden_act
             != "silu",
         }
@@ -354,8 +354,9 @@ def is_head(raw: Mapping[str, Any]) -> bool:
 
 def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return family and reason where a config is of a head that drafts blocks and is not read."""
-    fields = "architectures", "dflash_config", "projector_type"
-    words = " ".join(f"{name} {raw.get(name)}" for name in fields).lower()
+    words = (
+        f"{raw.get('architectures')} {raw.get('dflash_config')} {raw.get('projector_type')}".lower()
+    )
     return next((reason for word, reason in UNREAD.items() if word in words), None)
 
 
@@ -412,8 +413,9 @@ class HeadFields:
         self, name: str, default: float | None = None, *, least: float, most: float
     ) -> float:
         """Read a number, `least` to `most`."""
-        accepted = f"a number, {least:g} to {most:g}"
-        return float(self._read(name, default, accepted, _is_number(least, most)))
+        return float(
+            self._read(name, default, f"a number, {least:g} to {most:g}", _is_number(least, most))
+        )
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         return self._read(name, default, "true or false", lambda value: isinstance(value, bool))

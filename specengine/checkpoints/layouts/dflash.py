@@ -149,19 +149,18 @@ class DflashLayout(Layout):
         if not any(name in block for name in ANCHORS):
             ahead = "each row predicts the token after it" if usual else "masks predict their own"
             self.notes.append(f"no sample_from_anchor: {ahead}")
-        anchored = block.flag(
-            "sample_from_anchor",
-            default=not block.flag(
-                "dspark_bonus_anchor", default=not block.flag("shift_label", default=usual)
-            ),
-        )
         kind = block.text("markov_head_type", "vanilla")
         require_field("markov_head_type", kind, ", ".join(MARKOV), kind in MARKOV)
         return {
             # 0: DeepSpec's DFlash
             "rank": (block.raw.get("markov_rank") or 0) and block.size("markov_rank"),
             "gated": kind == "gated",
-            "anchored": anchored,
+            "anchored": block.flag(
+                "sample_from_anchor",
+                default=not block.flag(
+                    "dspark_bonus_anchor", default=not block.flag("shift_label", default=usual)
+                ),
+            ),
         }
 
     def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

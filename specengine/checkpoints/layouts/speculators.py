@@ -131,11 +131,12 @@ class Speculators(Layout):
         cls.refuse(fc_bias=config.fc_bias)
         # vLLM counts the layer ids of the official layout alone
         layer["num_aux_hidden_states"] = config.num_features
-        same = config.target_hidden_size == config.hidden_size
         return raw | {
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": config.draft_vocab_size,
-            "target_hidden_size": None if same else config.target_hidden_size,
+            "target_hidden_size": config.target_hidden_size
+            if config.target_hidden_size != config.hidden_size
+            else None,
             "norm_output": config.norm_recurrent,
             LAYER_IDS: None if config.layer_ids is None else list(config.layer_ids),
             **cls.fusion_config(config),
@@ -147,9 +148,10 @@ class Speculators(Layout):
         if config.version == 1:
             return ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]
         ids = config.layer_ids or ()
-        wide = config.target_hidden_size != config.hidden_size
         lines = cls.unread_by_vllm(config) | {
-            "speculators loads no head whose hidden size is not the target's": wide,
+            "speculators loads no head whose hidden size is not the target's": (
+                config.target_hidden_size != config.hidden_size
+            ),
             "speculators loads no head that reads a hidden state twice": len(set(ids)) < len(ids),
         }
         return [line for line, there in lines.items() if there]

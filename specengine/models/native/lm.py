@@ -725,8 +725,9 @@ class NativeDflashHead(DflashHead):
         super().__init__(net, target, pack=False)
         self.cache = KVCache(self.cache.layout._replace(dtype=target.dtype), 1)
         # tokens are the target's: the table is the head's; a convolution's base is a vector
-        blank = state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
-        table = state.get("lm_head.weight", blank)
+        table = state.get(
+            "lm_head.weight", state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
+        )
         tensors = {"embed_tokens.weight": table} | {
             name: tensor.flatten() if tensor.ndim > 2 else tensor
             for name, tensor in state.items()
