@@ -35,6 +35,7 @@ UNREAD = {  # heads that draft blocks and are not read, by words of their config
     "domino": ("Domino", "corrects each position by those before it"),
     "gemma4dspark": ("DSpark", "has layers of Gemma 4"),
 }
+BLOCKS = "dflash", "dflash2", "dspark"  # speculators' types that the layout of blocks reads
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
 NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
@@ -79,6 +80,7 @@ class Layout(ABC):
     family         layouts of one family have the same tensor names; `producer` chooses among them
     marks          fields that only configs of this layout have
     architectures  entries of the field `architectures` that only they have
+    algorithms     those of BLOCKS that it reads
     names_target   whether a config names the target and the length of a chain
 
     A layout that defines `written` can be written as well, under its family's name.
@@ -87,6 +89,7 @@ class Layout(ABC):
     family: ClassVar[str]
     marks: ClassVar[tuple[str, ...]] = ()
     architectures: ClassVar[tuple[str, ...]] = ()
+    algorithms: ClassVar[tuple[str, ...]] = ()
     names_target: ClassVar[bool] = False
 
     def __init__(
@@ -121,8 +124,11 @@ class Layout(ABC):
         """Return whether a config can only be of this layout."""
         stated = raw.get("architectures")
         architectures = stated if isinstance(stated, list) else []
-        return any(mark in raw for mark in cls.marks) or any(
-            name in architectures for name in cls.architectures
+        algorithm = raw.get("speculators_model_type")
+        return (
+            (algorithm not in BLOCKS and any(mark in raw for mark in cls.marks))
+            or algorithm in cls.algorithms
+            or any(name in architectures for name in cls.architectures)
         )
 
     @abstractmethod

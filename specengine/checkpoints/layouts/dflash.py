@@ -1,11 +1,11 @@
 """The layouts of blocks: DFlash's, DeepSpec's (DSpark), SpecForge's (DSpark, DFlash2) and speculators' of all three."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from specengine.checkpoints.layouts import (
+    BLOCKS,
     MAX_DEPTHS,
     NEAR,
     HeadFields,
@@ -13,7 +13,7 @@ from specengine.checkpoints.layouts import (
     Verifier,
     require_field,
 )
-from specengine.checkpoints.layouts.speculators import BLOCKS, read_nested_layer
+from specengine.checkpoints.layouts.speculators import read_nested_layer
 from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ class DflashLayout(Layout):
     marks = ("dflash_config",)
     architectures = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", DEEPSPEC)
 
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) or raw.get("speculators_model_type") in BLOCKS
+    algorithms = BLOCKS
 
     def read_version(self) -> Literal[3]:
         return 3  # which reads the same hidden states

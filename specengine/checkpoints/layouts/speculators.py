@@ -1,9 +1,9 @@
 """The layout of speculators, which vLLM reads: the decoder layer's config is an object of its own."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import (
+    BLOCKS,
     LAYER_IDS,
     HeadFields,
     Layout,
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64  # of a chain
 VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
-BLOCKS = "dflash", "dflash2", "dspark"  # read by the layout of that name
 
 
 def read_nested_layer(fields: HeadFields, *accepted: str) -> HeadFields:
@@ -38,10 +37,6 @@ class Speculators(Layout):
     family = "speculators"
     marks = ("speculators_model_type",)
     names_target = True
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) and raw["speculators_model_type"] not in BLOCKS
 
     @classmethod
     def prefixes(cls, version: int) -> dict[str, str]:
