@@ -115,9 +115,7 @@ def level(
 
     On a device an empty frontier appends nothing.
     """
-    if frontier.live.device.type == ops.tree.FREE or not getattr(
-        innermost(drafter), "counts", False
-    ):
+    if tree.device.type == ops.tree.FREE or not getattr(innermost(drafter), "counts", False):
         tree.passes += frontier.live > 0
     return _grown(drafter, policy, tree, frontier, seconds, "step")
 

@@ -233,8 +233,11 @@ def load_head(
 
 def writer(layout: str) -> type[Layout]:
     """Return the layout that is written under this name; CheckpointError lists the names."""
-    every = map(layouts.named, layouts.names())
-    writers = {layout.family: layout for layout in every if "written" in vars(layout)}
+    writers = {
+        layout.family: layout
+        for layout in map(layouts.named, layouts.names())
+        if "written" in vars(layout)
+    }
     require_intact(f"layout: got {layout!r}, accepted {', '.join(writers)}", layout in writers)
     return writers[layout]
 
@@ -506,12 +509,11 @@ def conventions(config: EagleConfig, layers: int) -> dict[str, tuple[int, ...]]:
         "EAGLE, + 1": tuple(i + 1 for i in usual),
         "EAGLE, - 1": tuple(i - 1 for i in usual),
     }
-    distinct: dict[str, tuple[int, ...]] = {}
+    names: dict[tuple[int, ...], str] = {}
     for name, ids in candidates.items():
-        possible = len(ids) == config.num_features and all(0 <= i < layers for i in ids)
-        if possible and ids not in distinct.values():
-            distinct[name] = ids
-    return distinct
+        if len(ids) == config.num_features and all(0 <= i < layers for i in ids):
+            names.setdefault(ids, name)
+    return {name: ids for ids, name in names.items()}
 
 
 @torch.inference_mode()

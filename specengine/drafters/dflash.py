@@ -33,7 +33,8 @@ class Dflash(EagleDraft):
     # before; the last row proposes nothing.
     _rows: Tensor
     _hidden: Tensor | None = None  # states that corrections read, by depth, [depths, hidden size]
-    _columns: Tensor | None = None  # tokens that any position proposes, ascending; None: all
+    _columns: Tensor | None = None  # those that any position proposes, ascending; None: all
+    _ids: Tensor | None = None  # the target's of these columns, as in a Step
     _scales: Tensor  # of corrections, by depth, [depths, 1]
 
     def root(self, tree: TokenTree) -> Step:
@@ -47,31 +48,26 @@ class Dflash(EagleDraft):
             rows = rows * (self._scales / self._factors[0])
         # none where a prompt of one token has run nothing
         self._hidden = step.hidden if config.rank else None
-        self._columns = None
+        self._columns, self._ids = None, step.token_ids
         most = min(config.candidates or MAX_CORRECTED, rows.shape[1])
         if self._hidden is not None and (config.candidates or most < rows.shape[1]):
             best = rows.topk(most)
             rows = torch.full_like(rows, -torch.inf).scatter_(1, best.indices, best.values)
             self._columns = best.indices.unique()
+            self._ids = step.tokens_of(self._columns)
             rows = rows.index_select(1, self._columns)
         elif self._hidden is None and not step.normalized:
             rows = rows.log_softmax(-1)
         self._rows = pad(rows, (0, 0, 0, 1), value=-torch.inf)
         hidden = None if step.hidden is None else step.hidden[:1]
-        if self._hidden is not None:
-            return replace(self.step(tree, tree.root_alone()), hidden=hidden)
-        return Step(
-            rows[:1],
-            normalized=True,
-            hidden=hidden,
-            further=rows[1:] if len(rows) > 1 else None,
-        )
+        further = rows[1:] if self._hidden is None and len(rows) > 1 else None
+        return replace(self.step(tree, tree.root_alone()), hidden=hidden, further=further)
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         depths = tree.depths.index_select(0, frontier.ids).clamp(max=len(self._rows) - 1)
         rows = self._rows.index_select(0, depths)
         if self._hidden is None:
-            return Step(rows, normalized=True)
+            return Step(rows, self._ids, normalized=True)
         began = time.perf_counter()
         places = depths.clamp(max=len(self._hidden) - 1)
         added = cast(DflashHead, self.head).corrections(
@@ -80,4 +76,4 @@ class Dflash(EagleDraft):
         rows = (rows + added.float() * self._scales[places]).log_softmax(-1)
         rows.masked_fill_((depths > places)[:, None], -torch.inf)  # not a number there
         self.model_seconds += time.perf_counter() - began
-        return Step(rows, self._columns, normalized=True, conditioned=True)
+        return Step(rows, self._ids, normalized=True, conditioned=True)

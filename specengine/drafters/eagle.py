@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specengine import registry
 from specengine.drafters import NO_HINTS, About, Hints, Maker, RowDraft, Traits, find
@@ -185,9 +186,7 @@ class EagleDraft(RowDraft):
         if len(self._states) < len(self._seen):
             self._states = self._states.new_zeros(len(self._seen), self._states.shape[1])
         if (missing := len(self.pending) - len(self._features)) > 0:
-            self._features = torch.cat(
-                [self._features, self._features.new_zeros(missing, self._features.shape[1])]
-            )
+            self._features = pad(self._features, (0, 0, 0, missing))
         self.head.refresh()
 
     def cached(self, tokens: list[int]) -> int:

@@ -74,15 +74,15 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.gated = config.gated
         self.markov_w1 = nn.Embedding(config.vocab_size, config.rank)
-        self.markov_w2 = nn.Linear(config.rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
         if config.gated:
             self.gate_proj = nn.Linear(config.hidden_size + config.rank, config.rank)
 
     def forward(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
         """Return what to add to logits, [rows, columns].
 
-        tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; columns: int64, or
-        None for the whole vocabulary.
+        tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; columns: int64, of
+        the draft's vocabulary, or None for all of them.
         """
         latent = self.markov_w1(tokens)
         if self.gated:
@@ -116,8 +116,11 @@ class BlockConvolution(nn.Module):
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
         self.group_size = config.group_size
-        groups = config.hidden_size // config.group_size
-        self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.taps * groups, bias=False)
+        self.kernel_projection = nn.Linear(
+            config.hidden_size,
+            2 * config.taps * (config.hidden_size // config.group_size),
+            bias=False,
+        )
         self.base_kernel = nn.Parameter(
             self.kernel_projection.weight.new_empty(2, config.taps, config.hidden_size)
         )
@@ -155,7 +158,7 @@ class ConvolvedLayer(DecoderLayer):
 
 
 class DflashNet(EagleHead):
-    """The network. Its logits are the target's head's of the states; tensors may carry any leading dimensions."""
+    """The network; tensors may carry any leading dimensions."""
 
     config: DflashConfig
 
@@ -172,6 +175,7 @@ class DflashNet(EagleHead):
             self.candidate_selector = CandidateSelector(config)
         elif config.rank:
             self.markov_head = MarkovHead(config)
+        self._add_vocabulary()
 
     def fuse(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.hidden_norm(self.fc(features)))
@@ -213,10 +217,13 @@ class DflashHead(TorchHead):
         first = int(rows.slot) + count
         self.cache.reserve(first + size)
         self._prefill(cast(Tensor, features)[:count], rows.tokens, rows.positions[:count])
-        root = rows.tokens.index_select(0, cast(Tensor, one))
-        block = pad(root, (0, size - 1), value=self.config.mask_token_id)
+        block = pad(
+            rows.tokens.index_select(0, cast(Tensor, one)),
+            (0, size - 1),
+            value=self.config.mask_token_id,
+        )
         out = self._run_block(self._target.embed(block), first)[size - self.config.depths :]
-        return self._target.head(out), out
+        return self._logits(out), out
 
     def corrections(self, tokens: Tensor, states: Tensor, columns: Tensor | None) -> Tensor:
         """Return what to add to logits, [rows, columns], as of MarkovHead and CandidateSelector."""

@@ -168,6 +168,7 @@ class EagleHead(nn.Module, ABC):
     fc: nn.Linear
     layers: nn.ModuleList
     embed_tokens: nn.Embedding
+    d2t: Tensor | None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ class EagleHead(nn.Module, ABC):
 
     def vocabulary_head(self) -> nn.Linear | None:
         """Return the draft's own head, [draft vocabulary, hidden size]; None where the target's takes its place."""
-        return None
+        return getattr(self, "lm_head", None)
 
     def logits(self, recurrent: Tensor) -> Tensor | None:
         """Return logits [..., rows, draft vocabulary]; None where the target's head reads the `readout`."""
@@ -213,7 +214,22 @@ class EagleHead(nn.Module, ABC):
 
     def target_ids(self) -> Tensor | None:
         """Return the target's token of each column, int64 [draft vocabulary]; None where they are the same."""
-        return None
+        if (offsets := getattr(self, "d2t", None)) is None:
+            return None
+        return offsets + torch.arange(len(offsets), device=offsets.device, dtype=torch.int64)
+
+    def _add_vocabulary(self) -> None:
+        """Add the draft's own head and, where that has fewer columns than the target's, their map."""
+        config = self.config
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        # Offsets, not ids: column d stands for target token d + d2t[d].
+        self.register_buffer(
+            "d2t",
+            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64)
+            if config.draft_vocab_size < config.vocab_size
+            else None,
+        )
 
 
 class Eagle1Head(EagleHead):
@@ -237,8 +253,6 @@ class Eagle1Head(EagleHead):
 class Eagle3Head(EagleHead):
     """EAGLE-3: fuses several hidden states of the target, and reads logits over a vocabulary of its own."""
 
-    d2t: Tensor | None
-
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         width = config.num_features * config.target_hidden_size
@@ -251,15 +265,7 @@ class Eagle3Head(EagleHead):
             )
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = _norm(config.hidden_size, config)
-        if config.own_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        # Offsets, not ids: column d stands for target token d + d2t[d].
-        self.register_buffer(
-            "d2t",
-            torch.zeros_like(self.lm_head.weight[:, 0], dtype=torch.int64)
-            if config.draft_vocab_size < config.vocab_size
-            else None,
-        )
+        self._add_vocabulary()
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fusion_norm == "whole":
@@ -282,14 +288,6 @@ class Eagle3Head(EagleHead):
     def readout(self, recurrent: Tensor) -> Tensor:
         normed = self.config.norm_recurrent or not self.config.norm_logits
         return recurrent if normed else self.norm(recurrent)
-
-    def vocabulary_head(self) -> nn.Linear | None:
-        return self.lm_head if self.config.own_head else None
-
-    def target_ids(self) -> Tensor | None:
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device, dtype=torch.int64)
 
 
 class DecoderLayer(nn.Module):
@@ -581,8 +579,12 @@ class TorchHead(EagleRunner):
             )[0]
             recurrent = recurrent if one is None else recurrent.index_select(0, one)
             read = self._runs.readout(recurrent)
+        return self._logits(read), recurrent
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Return logits, [rows, draft vocabulary], of states after the final norm."""
         layer = self._runs.vocabulary_head()
-        return self._target.head(read) if layer is None else layer(read), recurrent
+        return self._target.head(states) if layer is None else layer(states)
 
 
 def _fits(head: EagleHead, device: torch.device) -> bool:
@@ -646,7 +648,8 @@ def with_appended_tokens(
         ).to(table)
         added["embed_tokens.weight"] = torch.cat([table, rows])
     for name in SUCCESSORS & added.keys():  # which neither correct nor are corrected
-        added[name] = pad(added[name], (0, 0, 0, size - old_size))
+        missing = (size - old_size) * (len(added[name]) == old_size)
+        added[name] = pad(added[name], (0, 0, 0, missing))
     if config.version == 1 or not config.own_head:
         return replace(config, vocab_size=size, draft_vocab_size=size), added
     if config.draft_vocab_size == old_size:

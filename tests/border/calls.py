@@ -275,7 +275,7 @@ def chain(nodes: Any, most: int, least: float) -> tuple[list[Any], ...]:
 @call(optional=(4,))
 def start_search(m: Memory) -> Arguments:
     state = counts(m), notes(m), throughput(m)
-    return [tree(m), one(m, 1), state, 2, chain, (6, -2.0)]
+    return [tree(m), one(m, 1), state, 2, chain, (6, -2.0), one(m, 3), 8]
 
 
 @call(optional=(3,))

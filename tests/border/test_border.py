@@ -27,6 +27,7 @@ from tests.border.calls import (
 from tests.border.networks import (
     CPU,
     FREQUENCIES,
+    blocks,
     decoder,
     hybrid,
     mamba,
@@ -82,7 +83,7 @@ def test_every_function_is_called() -> None:
         for name in vars(getattr(_cpu, kind))
         if name[0] != "_"
     }
-    decoders = {hybrid, mamba, passed, routed, uneven}
+    decoders = {blocks, hybrid, mamba, passed, routed, uneven}
     kinds = {
         make: "Decoder" if make in decoders else make.__name__.capitalize()
         for make, *_ in CPU.values()

@@ -24,11 +24,7 @@ from tests.toy import head_config, random_state
     ("family", "raw"),
     [
         ("Domino", {"dflash_config": {"projector_type": "domino"}}),
-        ("DSpark", {"speculators_model_type": "dspark", "transformer_layer_config": {}}),
-        (
-            "DSpark",
-            {"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"},
-        ),
+        ("Domino", {"speculators_model_type": "dflash", "projector_type": "domino"}),
         ("DSpark", {"architectures": ["Gemma4DSparkModel"], "dflash_config": {}}),
     ],
 )
@@ -66,8 +62,12 @@ def test_each_file_is_a_layout() -> None:
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, DflashLayout, True),
         ({"architectures": ["DSparkDraftModel"], "dflash_config": {}}, DflashLayout, True),
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, DflashLayout, True),
-        # which has a vocabulary of its own, and is not read
-        ({"speculators_model_type": "dflash"}, Speculators, True),
+        ({"speculators_model_type": "dflash"}, DflashLayout, True),
+        (
+            {"speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"]},
+            DflashLayout,
+            True,
+        ),
     ],
 )
 def test_a_config_is_read_by_the_layout_that_recognises_it(

@@ -29,13 +29,14 @@ from specengine.ops.tree import TokenTree
 from specengine.train.draft.losses import check_fit
 from specengine.train.draft.options import make_loss
 from tests.drafters.test_dflash import RAW, block_states, draft_for
-from tests.heads import MASK, block_config, deep
+from tests.heads import BLOCK, MASK, block_config, deep
 from tests.toy import VOCABULARY, byte_tokenizer, policy_for, random_state, tiny_head
 
 PROMPT = [*range(40, 52)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPARK = {"anchored": True, "rank": 6}
 SECOND = {"rank": 6, "candidates": 5, "taps": 2, "group_size": 8}
+REDUCED = {"draft_vocab_size": 200, "own_head": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "DSpark": SPARK,
     "gated": SPARK | {"gated": True},
@@ -45,6 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "DFlash2": SECOND,
     "DFlash2, windows": SECOND | {"windows": (4, 4, 4), "taps": 3},
     "one tap, one candidate": SECOND | {"taps": 1, "candidates": 1},
+    "200 tokens": SPARK | REDUCED,
+    "200 tokens, gated, windows": {"rank": 6, "gated": True, "windows": (4, 0, 4)}
+    | REDUCED
+    | {"causal": (True, False, True)},
+    "200 tokens, independent": REDUCED,
 }
 CORRECTED = [name for name, changes in VARIANTS.items() if "rank" in changes]
 
@@ -52,7 +58,10 @@ CORRECTED = [name for name, changes in VARIANTS.items() if "rank" in changes]
 def reference(
     weights: dict[str, Tensor], config: DflashConfig, state: Tensor, token: int
 ) -> Tensor:
-    """Return the correction of a position's logits, [vocabulary], by its state and the token before it."""
+    """Return the correction of a position's logits, [vocabulary], by its state and the token before it.
+
+    Tokens that are not drafted have none.
+    """
     if not config.rank:
         return torch.zeros(config.vocab_size)
     if config.candidates:  # edge(p -> c) = <A[p] * H state, B[c]>
@@ -65,7 +74,16 @@ def reference(
         inputs = torch.cat([state, latent])
         weight, bias = (weights[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
         latent = latent / (1 + (-(weight @ inputs + bias)).exp())
-    return weights["markov_head.markov_w2.weight"] @ latent
+    added = torch.zeros(config.vocab_size)
+    added[drafted(weights)] = weights["markov_head.markov_w2.weight"] @ latent
+    return added
+
+
+def drafted(weights: dict[str, Tensor]) -> Tensor:
+    """Return the tokens that the columns of a head stand for: its offsets added to their numbers."""
+    if "d2t" not in weights:
+        return torch.arange(VOCABULARY)
+    return torch.tensor([column + int(offset) for column, offset in enumerate(weights["d2t"])])
 
 
 class Checking(Dflash):
@@ -80,13 +98,16 @@ class Checking(Dflash):
             tokens = [*self._tokens, int(tree.tokens[0])]
             states = block_states(self.weights_of(), config, self.target.model, tokens)
             states = states if config.anchored else states[1:]
-            self.expected = self.target.model.get_output_embeddings()(states), states
+            weights, model = self.weights_of(), self.target.model
+            matrix = weights.get("lm_head.weight", model.get_output_embeddings().weight)
+            logits = torch.full((len(states), VOCABULARY), -math.inf)
+            logits[:, drafted(weights)] = states @ matrix.T
+            self.expected = logits, states
         step = super().root(tree)
         if step.further is not None:
             self.compare(tree, torch.zeros(1, dtype=torch.int64), step)
-            self.compare_rows(
-                step.further, [self.row(i, 0) for i in range(1, len(step.further) + 1)]
-            )
+            later = [self.row(i, 0) for i in range(1, len(step.further) + 1)]
+            self.compare_rows(self.whole(replace(step, logits=step.further)), later)
         return step
 
     def weights_of(self) -> dict[str, Tensor]:
@@ -100,7 +121,7 @@ class Checking(Dflash):
             return torch.full((VOCABULARY,), -math.inf)
         added = logits[depth] + reference(self.weights_of(), config, states[depth], token)
         most = config.candidates or dflash.MAX_CORRECTED
-        if config.rank and most < VOCABULARY:
+        if config.rank and most < config.draft_vocab_size:
             outside = torch.ones(VOCABULARY, dtype=torch.bool)
             outside[logits[depth].topk(most).indices] = False
             added = added.masked_fill(outside, -math.inf)
@@ -112,12 +133,16 @@ class Checking(Dflash):
             self.compare(tree, frontier.ids, step)
         return step
 
-    def compare(self, tree: TokenTree, nodes: Tensor, step: Step) -> None:
+    def whole(self, step: Step) -> Tensor:
         whole = torch.full((len(step.logits), VOCABULARY), -math.inf)
         columns = torch.arange(VOCABULARY) if step.token_ids is None else step.token_ids
         whole[:, columns] = step.logits
+        return whole
+
+    def compare(self, tree: TokenTree, nodes: Tensor, step: Step) -> None:
         self.compare_rows(
-            whole, [self.row(int(tree.depths[n]), int(tree.tokens[n])) for n in nodes.tolist()]
+            self.whole(step),
+            [self.row(int(tree.depths[n]), int(tree.tokens[n])) for n in nodes.tolist()],
         )
 
     def compare_rows(self, rows: Tensor, expected: list[Tensor]) -> None:
@@ -131,7 +156,7 @@ class Checking(Dflash):
 def state_of(config: DflashConfig) -> dict[str, Tensor]:
     """Random weights, with kernels so small that products of convolved rows do not add up to large logits."""
     return {
-        name: tensor * (0.2 if "kernel_projection" in name else 1.0)
+        name: tensor * 0.2 if "kernel_projection" in name else tensor
         for name, tensor in random_state(config).items()
     }
 
@@ -199,7 +224,7 @@ def rows_of(state: dict[str, Tensor], config: DflashConfig) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("variant", ["gated", "DFlash2"])
+@pytest.mark.parametrize("variant", ["gated", "DFlash2", "200 tokens"])
 def test_every_tensor_changes_what_is_drafted(variant: str) -> None:
     config = block_config(**VARIANTS[variant])
     state = random_state(config)
@@ -207,7 +232,7 @@ def test_every_tensor_changes_what_is_drafted(variant: str) -> None:
     assert not torch.equal(rows[1], rows[2])
     assert torch.equal(rows_of(state, config), rows)
     for name, tensor in state.items():
-        changed = state | {name: tensor * 1.5 + 0.25}
+        changed = state | {name: tensor * 0 if name == "d2t" else tensor * 1.5 + 0.25}
         assert (rows_of(changed, config) - rows).abs().max() > 1e-3, name
 
 
@@ -226,13 +251,13 @@ class Knowing(Dflash):
         at = len(self._tokens) + 1
         for row, token in enumerate(self.answer[at : at + len(self._rows) - 1]):
             token = (token + ((at + row) % 5 == 0)) % VOCABULARY
-            if self._columns is not None:
-                token = int((self._columns == token).float().argmax())
+            if self._ids is not None:
+                token = int((self._ids == token).float().argmax())
             self._rows[row, token] = 30.0
         return replace(self.step(tree, tree.root_alone()), hidden=step.hidden)
 
 
-@pytest.mark.parametrize("variant", ["DSpark", "gated", "DFlash2"])
+@pytest.mark.parametrize("variant", ["DSpark", "gated", "DFlash2", "200 tokens"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "drawn"])
 def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> None:
     expected = Engine(HuggingFaceTarget(deep()), None, None).generate(
@@ -246,7 +271,7 @@ def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> 
             PROMPT, max_new_tokens=30, **options
         )
         assert result.token_ids == expected.token_ids
-        if policy != "auto" and variant != "DFlash2":  # whose candidates rarely hold the answer
+        if policy != "auto" and variant in ("DSpark", "gated"):  # others may lack the answer
             assert result.stats.num_spec_steps < 30 / 1.5
         for prompt in ([5], [5, 6]):
             plain = Engine(HuggingFaceTarget(deep()), None, None)
@@ -257,7 +282,7 @@ def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("policy", ["ddtree", "caddtree", "auto"])
-@pytest.mark.parametrize("variant", ["gated", "DFlash2", "DFlash2, windows"])
+@pytest.mark.parametrize("variant", ["gated", "DFlash2", "DFlash2, windows", "200 tokens"])
 def test_answers_of_native_blocks_equal_plain_decoding_in_lanes(variant: str, policy: str) -> None:
     target, config = NativeTarget(from_model(deep())), block_config(**VARIANTS[variant])
     plain = Engine(HuggingFaceTarget(deep()), None, None)
@@ -306,6 +331,35 @@ CONVOLVED = nested(
 UNSTATED = "no sample_from_anchor: each row predicts the token after it"
 
 
+def speculators(algorithm: str, **fields: Any) -> dict[str, Any]:
+    """The config of a head of 200 tokens, or of DFlash2 with all of them."""
+    layer = {name: RAW[name] for name in RAW.keys() - {"architectures", "block_size"}}
+    del layer["dflash_config"]
+    nested_fields = {name: fields.pop(name) for name in ("layer_types",) if name in fields}
+    whole = algorithm == "dflash2"
+    return {
+        "speculators_model_type": algorithm,
+        "architectures": ["DFlashDraftModel"],
+        "transformer_layer_config": layer | {"sliding_window": 9} | nested_fields,
+        "draft_vocab_size": VOCABULARY if whole else 200,
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": [2, 3, 5],
+        "target_hidden_size": None,
+        "projector_type": "dflash",
+        "shift_label": False,
+        "sample_from_anchor": algorithm == "dspark",
+        "speculators_config": {"algorithm": algorithm, "verifier": {"name_or_path": "some/model"}},
+        **({"markov_rank": 6, "markov_head_type": "vanilla"} if algorithm == "dspark" else {}),
+        **({k: v for k, v in CONVOLVED["dflash_config"].items() if "_" in k} if whole else {}),
+        **fields,
+    }
+
+
+SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
+WINDOWS: dict[str, Any] = {"windows": (0, 9, 9), "causal": (False, True, True)}
+
+
 def written(folder: Path, raw: dict[str, Any], config: DflashConfig, **more: Tensor | None) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
@@ -345,6 +399,56 @@ def test_published_configs_are_read(
     )
     assert (UNSTATED in head.dialect.notes) == (not stated and "selector_rank" not in str(raw))
     assert all(torch.equal(head.state[key], t) for key, t in random_state(config).items())
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes"),
+    [
+        (speculators("dspark"), SPARK | REDUCED),
+        (speculators("dspark", markov_head_type="gated"), SPARK | {"gated": True} | REDUCED),
+        (speculators("dspark", sample_from_anchor=False), {"rank": 6} | REDUCED),
+        (speculators("dspark", layer_types=SLIDING), SPARK | REDUCED | WINDOWS),
+        (speculators("dspark", draft_vocab_size=VOCABULARY), SPARK),
+        (speculators("dflash"), REDUCED),
+        (speculators("dflash", sample_from_anchor=True), {"anchored": True} | REDUCED),
+        (
+            speculators("dflash", layer_types=SLIDING, sliding_window_non_causal=True),
+            {"windows": (0, 9, 9)} | REDUCED,
+        ),
+        (speculators("dflash2", layer_types=SLIDING), SECOND | {"windows": (0, 9, 9)}),
+        (
+            speculators("dflash2", layer_types=SLIDING, sliding_window_non_causal=False),
+            SECOND | WINDOWS,
+        ),
+    ],
+)
+def test_heads_of_speculators_are_read(
+    tmp_path: Path, raw: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    config = block_config(**changes)
+    state = random_state(config)
+    copies = {"embed_tokens.weight": torch.zeros(VOCABULARY, 32)}
+    if config.own_head:
+        marks = torch.zeros(VOCABULARY, dtype=torch.bool)
+        marks[drafted(state)] = True
+        copies["t2d"] = marks
+    else:
+        copies["lm_head.weight"] = torch.zeros(VOCABULARY, 32)
+    head = load_head(written(tmp_path, raw, config, **copies))
+    assert is_head(tmp_path)
+    assert head.config == config
+    assert head.state.keys() == state.keys()
+    assert all(torch.equal(head.state[key], tensor) for key, tensor in state.items())
+    assert any("embed_tokens.weight is left out" in note for note in head.dialect.notes)
+    assert any("the head reads 2, 3, 5" in note for note in head.dialect.notes)
+
+
+def test_heads_of_speculators_before_anchors_predict_by_masks(tmp_path: Path) -> None:
+    raw = speculators("dspark", sample_from_anchor=None, shift_label=None)
+    config = block_config(**REDUCED, rank=6)
+    head = load_head(written(tmp_path, raw, config))
+    assert head.config == config
+    assert "no sample_from_anchor: masks predict their own" in head.dialect.notes
 
 
 def test_tensors_that_serve_nothing_are_named(tmp_path: Path) -> None:
@@ -387,7 +491,16 @@ def test_tensors_that_serve_nothing_are_named(tmp_path: Path) -> None:
         (FLAT | {"architectures": ["Gemma4DSparkModel"]}, "a DSpark head, which drafts a block in"),
         (
             FLAT | {"speculators_model_type": "dspark"},
-            "has a vocabulary of its own, as speculators",
+            "transformer_layer_config: is missing",
+        ),
+        (speculators("dspark", markov_head_type="rnn"), "markov_head_type: got 'rnn'"),
+        (speculators("dflash", projector_type="domino"), "it is a Domino head"),
+        (speculators("dflash", aux_hidden_state_layer_ids=[]), "target_layer_ids: is missing"),
+        (speculators("dflash2", draft_vocab_size=200), "a DFlash2 head has the target's vocabul"),
+        (speculators("dspark", draft_vocab_size=900), "draft_vocab_size: got 900, more than"),
+        (
+            speculators("dspark", transformer_layer_config={"model_type": "llama"}),
+            "model_type: got 'llama', accepted qwen3",
         ),
     ],
 )
@@ -423,6 +536,24 @@ def test_what_is_not_read_is_refused_by_name(
             "mis-shaped: layers.1.mlp_conv.base_kernel [2, 3, 32] instead of [2, 2, 32]",
         ),
         (RAW, SECOND, {}, "unused: "),
+        (
+            speculators("dspark"),
+            SPARK | REDUCED,
+            {"lm_head.weight": None},
+            "missing: lm_head.weight [200, 32]",
+        ),
+        (
+            speculators("dspark"),
+            SPARK | REDUCED,
+            {"markov_head.markov_w2.weight": torch.zeros(VOCABULARY, 6)},
+            "mis-shaped: markov_head.markov_w2.weight [260, 6] instead of [200, 6]",
+        ),
+        (
+            speculators("dspark"),
+            SPARK | REDUCED,
+            {"extra.weight": torch.zeros(2)},
+            "unused: extra.weight [2]",
+        ),
         (FLAT, SPARK, {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64)}, "d2t"),
     ],
 )
@@ -444,13 +575,21 @@ def test_other_tensors_are_refused_by_name(
 
 @pytest.mark.parametrize(
     ("raw", "dtype"),
-    [(FLAT, "float32"), (CONVOLVED, "float32"), (CONVOLVED | NEAR, "bfloat16")],
-    ids=["DSpark", "DFlash2", "windows in int8"],
+    [
+        (FLAT, "float32"),
+        (CONVOLVED, "float32"),
+        (CONVOLVED | NEAR, "bfloat16"),
+        (speculators("dspark"), "float32"),
+        (speculators("dspark"), "bfloat16"),
+    ],
+    ids=["DSpark", "DFlash2", "windows in int8", "200 tokens", "200 tokens in int8"],
 )
 def test_a_folder_drafts_on_both_forwards_for_several_texts(
     tmp_path: Path, raw: Any, dtype: str
 ) -> None:
     changes = SPARK if raw is FLAT else SECOND
+    if "speculators_config" in raw:
+        changes = SPARK | REDUCED
     folder = written(tmp_path / "head", raw, block_config(**changes))
     name = str(tmp_path / "model")
     deep().save_pretrained(name)
@@ -492,9 +631,10 @@ def test_answers_under_a_grammar_equal_plain_decoding(changes: dict[str, Any]) -
             assert answer.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("changes", [SPARK, SECOND], ids=["DSpark", "DFlash2"])
+@pytest.mark.parametrize("changes", [SPARK, SECOND, SPARK | REDUCED])
 def test_a_target_with_appended_tokens_is_drafted_for(tmp_path: Path, changes: Any) -> None:
-    raw = FLAT if changes is SPARK else CONVOLVED
+    raw = speculators("dspark") if "own_head" in changes else CONVOLVED
+    raw = FLAT if changes is SPARK else raw
     folder = written(tmp_path / "head", raw, block_config(**changes))
     grown = deep(vocab_size=VOCABULARY + 3)
     engine = Engine.from_pretrained(grown, draft=str(folder), policy="ddtree")
@@ -505,7 +645,7 @@ def test_a_target_with_appended_tokens_is_drafted_for(tmp_path: Path, changes: A
 
 
 def test_such_heads_are_not_written(tmp_path: Path) -> None:
-    for changes in (SPARK, SECOND, {"anchored": True}):
+    for changes in (SPARK, SECOND, {"anchored": True}, REDUCED):
         config = block_config(**changes)
         with pytest.raises(CheckpointError, match="the dflash layout has no field for it"):
             save_head(config, random_state(config), tmp_path / "out")

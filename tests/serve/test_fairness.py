@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
+import torch
 
 from specengine.engine import Client, Pool, TextGeneration, Ticket
 from specengine.engine.scheduler import PIECE, Scheduler
@@ -153,7 +154,8 @@ def piece(rows: int, served_so_far: int) -> Any:
 
 
 def test_rows_of_prompts_go_to_who_was_served_least() -> None:
-    choose = Scheduler(cast(Any, None))._pieces
+    target = SimpleNamespace(lm=None, device=torch.device("cpu"), running=None)
+    choose = Scheduler(cast(Any, target))._pieces
     heavy, light, tail = (piece(*given) for given in ((PIECE, 900), (PIECE - 20, 10), (20, 950)))
     assert choose([heavy, light, tail], True) == [
         light,

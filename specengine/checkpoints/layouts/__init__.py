@@ -34,11 +34,8 @@ MAX_FEATURES = 64
 UNREAD = {  # heads that draft blocks and are not read, by words of their configs, and what they have besides
     "domino": ("Domino", "corrects each position by those before it"),
     "gemma4dspark": ("DSpark", "has layers of Gemma 4"),
-    "speculators_model_type dspark": (
-        "DSpark",
-        "has a vocabulary of its own, as speculators makes it",
-    ),
 }
+BLOCKS = "dflash", "dflash2", "dspark"  # speculators' types that the layout of blocks reads
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
 NEAR = "sliding_attention"  # as transformers names the layer, in layer_types
@@ -83,6 +80,7 @@ class Layout(ABC):
     family         layouts of one family have the same tensor names; `producer` chooses among them
     marks          fields that only configs of this layout have
     architectures  entries of the field `architectures` that only they have
+    algorithms     those of BLOCKS that it reads
     names_target   whether a config names the target and the length of a chain
 
     A layout that defines `written` can be written as well, under its family's name.
@@ -91,6 +89,7 @@ class Layout(ABC):
     family: ClassVar[str]
     marks: ClassVar[tuple[str, ...]] = ()
     architectures: ClassVar[tuple[str, ...]] = ()
+    algorithms: ClassVar[tuple[str, ...]] = ()
     names_target: ClassVar[bool] = False
 
     def __init__(
@@ -125,8 +124,11 @@ class Layout(ABC):
         """Return whether a config can only be of this layout."""
         stated = raw.get("architectures")
         architectures = stated if isinstance(stated, list) else []
-        return any(mark in raw for mark in cls.marks) or any(
-            name in architectures for name in cls.architectures
+        algorithm = raw.get("speculators_model_type")
+        return (
+            (algorithm not in BLOCKS and any(mark in raw for mark in cls.marks))
+            or algorithm in cls.algorithms
+            or any(name in architectures for name in cls.architectures)
         )
 
     @abstractmethod
@@ -325,10 +327,10 @@ class Layout(ABC):
     @staticmethod
     def unread_by_vllm(config: EagleConfig) -> dict[str, bool]:
         """Return each problem that vLLM 0.32 has with some EAGLE-3 heads, and whether it has it with this one."""
-        partly = config.qkv_bias != config.o_bias
         return {
             "vLLM knows no head whose logits are read before the final norm": not config.norm_logits,
-            "vLLM drops biases that only some of the attention's projections have": partly,
+            "vLLM drops biases that only some of the attention's projections have": config.qkv_bias
+            != config.o_bias,
             f"vLLM runs no hidden_act but silu, this head has {config.hidden_act}": config.hidden_act
             != "silu",
         }
@@ -358,8 +360,9 @@ def is_head(raw: Mapping[str, Any]) -> bool:
 
 def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return family and reason where a config is of a head that drafts blocks and is not read."""
-    fields = "architectures", "dflash_config", "speculators_model_type"
-    words = " ".join(f"{name} {raw.get(name)}" for name in fields).lower()
+    words = (
+        f"{raw.get('architectures')} {raw.get('dflash_config')} {raw.get('projector_type')}".lower()
+    )
     return next((reason for word, reason in UNREAD.items() if word in words), None)
 
 
@@ -416,8 +419,9 @@ class HeadFields:
         self, name: str, default: float | None = None, *, least: float, most: float
     ) -> float:
         """Read a number, `least` to `most`."""
-        accepted = f"a number, {least:g} to {most:g}"
-        return float(self._read(name, default, accepted, _is_number(least, most)))
+        return float(
+            self._read(name, default, f"a number, {least:g} to {most:g}", _is_number(least, most))
+        )
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         return self._read(name, default, "true or false", lambda value: isinstance(value, bool))

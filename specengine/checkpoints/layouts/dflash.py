@@ -1,10 +1,11 @@
-"""The layout of DFlash, DeepSpec (DSpark) and SpecForge (DSpark, DFlash2), as vLLM and SGLang read it."""
+"""The layouts of blocks: DFlash's, DeepSpec's (DSpark), SpecForge's (DSpark, DFlash2) and speculators' of all three."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from specengine.checkpoints.layouts import (
+    BLOCKS,
     MAX_DEPTHS,
     NEAR,
     HeadFields,
@@ -12,6 +13,7 @@ from specengine.checkpoints.layouts import (
     Verifier,
     require_field,
 )
+from specengine.checkpoints.layouts.speculators import read_nested_layer
 from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
@@ -43,25 +45,30 @@ DEEPSPEC = "Qwen3DSparkModel"
 ANCHORS = "sample_from_anchor", "dspark_bonus_anchor", "shift_label"
 MARKOV = "vanilla", "gated"
 UNUSED = {"confidence_head.": "policies read log-probabilities"}
-COPIES = dict.fromkeys(
-    ("embed_tokens.weight", "lm_head.weight"), "DeepSpec trains with the target's and keeps them"
-)
+COPIES = "embed_tokens.weight", "lm_head.weight"
 
 
 class DflashLayout(Layout):
     """A flat config of Qwen3's fields, and `dflash_config`, whose fields DeepSpec has among the others.
 
-    Layer ids count layers by their outputs.
+    Layer ids count layers by their outputs. Speculators has Qwen3's fields in an object of their own, hidden states'
+    ids as transformers counts, and columns for some of the target's tokens.
     """
 
     family = "dflash"
     marks = ("dflash_config",)
     architectures = ("DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", DEEPSPEC)
 
+    algorithms = BLOCKS
+
     def read_version(self) -> Literal[3]:
         return 3  # which reads the same hidden states
 
     def read(self) -> dict[str, Any]:
+        self.algorithm = self.fields.text("speculators_model_type", "")
+        if self.algorithm:
+            layer = read_nested_layer(self.fields, "qwen3")
+            self.fields = HeadFields({**self.fields.raw, **layer.raw})
         fields, nested = self.fields, self.fields.nested("dflash_config").raw
         stated = {name for name, value in nested.items() if value not in USUAL}
         block = HeadFields(
@@ -72,8 +79,11 @@ class DflashLayout(Layout):
             f"dflash_config: unknown {', '.join(map(shown, unknown))}, known are {', '.join(sorted(KNOWN))}",
             not unknown,
         )
-        common, ids = self.read_layer(fields), block.ids("target_layer_ids")
+        common, inputs = self.read_layer(fields), block.ids("aux_hidden_state_layer_ids")
+        outputs = block.ids("target_layer_ids")  # counted by what layers put out
+        ids = [i + 1 for i in outputs] or inputs
         require_intact("target_layer_ids: is missing", bool(ids))
+        self.own_head = common["draft_vocab_size"] < common["vocab_size"]
         bias = fields.flag("attention_bias")
         size = block.size("block_size", most=MAX_DEPTHS)
         require_field("block_size", size, f"2 to {MAX_DEPTHS}", size > 1)
@@ -87,23 +97,26 @@ class DflashLayout(Layout):
         )
         near = [kind == NEAR for kind in types]
         window = fields.size("sliding_window") if any(near) else 0
+        ahead = block.flag("sliding_window_non_causal", default=self.algorithm == "dflash2")
         return (
             common
             | self.read_heads(block, common["hidden_size"])
             | {
                 "own_embeddings": False,
-                "own_head": False,
+                "own_head": self.own_head,
                 "qk_norm": True,
                 "qkv_bias": bias,
                 "o_bias": bias,
-                "layer_ids": self._layer_ids([i + 1 for i in ids], ids),
+                "layer_ids": self._layer_ids(ids, outputs or inputs),
                 "sliding_window": 0,
                 "block_size": size,
                 "mask_token_id": block.size("mask_token_id", most=common["vocab_size"] - 1),
                 "num_layers": layers,
                 "windows": tuple(window * is_near for is_near in near),
                 "causal": tuple(
-                    block.flag("is_causal", default=block.flag("causal", default=is_near))
+                    block.flag(
+                        "is_causal", default=block.flag("causal", default=is_near and not ahead)
+                    )
                     for is_near in near
                 ),
             }
@@ -112,6 +125,9 @@ class DflashLayout(Layout):
     def read_heads(self, block: HeadFields, hidden_size: int) -> dict[str, Any]:
         """Read what DSpark and DFlash2 have besides; nothing of a DFlash head."""
         if "conv_kernel_size" in block or "selector_rank" in block:
+            require_intact(
+                "draft_vocab_size: a DFlash2 head has the target's vocabulary", not self.own_head
+            )
             group = block.size("conv_group_size")
             require_field(
                 "conv_group_size",
@@ -125,30 +141,36 @@ class DflashLayout(Layout):
                 "taps": block.size("conv_kernel_size", most=MAX_DEPTHS),
                 "group_size": group,
             }
-        if "markov_rank" not in block:
+        if "markov_rank" not in block and "sample_from_anchor" not in block:
             return {}
+        usual = not self.algorithm  # speculators wrote no field before it had the choice
         if not any(name in block for name in ANCHORS):
-            self.notes.append("no sample_from_anchor: each row predicts the token after it")
-        anchored = block.flag(
-            "sample_from_anchor",
-            default=not block.flag(
-                "dspark_bonus_anchor", default=not block.flag("shift_label", default=True)
-            ),
-        )
+            ahead = "each row predicts the token after it" if usual else "masks predict their own"
+            self.notes.append(f"no sample_from_anchor: {ahead}")
         kind = block.text("markov_head_type", "vanilla")
         require_field("markov_head_type", kind, ", ".join(MARKOV), kind in MARKOV)
         return {
-            "rank": block.raw["markov_rank"] and block.size("markov_rank"),  # 0: DeepSpec's DFlash
+            # 0: DeepSpec's DFlash
+            "rank": (block.raw.get("markov_rank") or 0) and block.size("markov_rank"),
             "gated": kind == "gated",
-            "anchored": anchored,
+            "anchored": block.flag(
+                "sample_from_anchor",
+                default=not block.flag(
+                    "dspark_bonus_anchor", default=not block.flag("shift_label", default=usual)
+                ),
+            ),
         }
 
     def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        copies = COPIES if DEEPSPEC in str(self.fields.raw.get("architectures")) else {}
+        copied = self.algorithm or DEEPSPEC in str(self.fields.raw.get("architectures"))
+        copies = COPIES[: 2 - self.own_head] if copied else ()
+        reasons = UNUSED | dict.fromkeys(
+            copies, "a copy of the target's, with which it was trained"
+        )
         unused = {
             name: reason
             for name in sorted(state)
-            for prefix, reason in (UNUSED | copies).items()
+            for prefix, reason in reasons.items()
             if name.startswith(prefix)
         }
         self.notes += [f"{name} is left out: {reason}" for name, reason in unused.items()]
@@ -160,6 +182,7 @@ class DflashLayout(Layout):
         usual = config.causal == tuple(map(bool, config.windows))
         cls.refuse(
             rank=config.rank > 0,
+            own_head=config.own_head,
             anchored=config.anchored,
             qkv_bias=config.qkv_bias != config.o_bias,
             windows=len(windows) > 1,

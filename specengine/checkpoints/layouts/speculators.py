@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, require_field
+from specengine.checkpoints.layouts import (
+    BLOCKS,
+    LAYER_IDS,
+    HeadFields,
+    Layout,
+    Verifier,
+    require_field,
+)
 from specengine.errors import require_intact, shown
 
 if TYPE_CHECKING:
@@ -10,6 +17,18 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64  # of a chain
 VERSIONS: dict[str, Literal[1, 3]] = {"eagle": 1, "eagle3": 3}
+
+
+def read_nested_layer(fields: HeadFields, *accepted: str) -> HeadFields:
+    """Return the fields of the decoder layer, an object of one of the accepted model types."""
+    require_intact("transformer_layer_config: is missing", "transformer_layer_config" in fields)
+    layer = fields.nested("transformer_layer_config")
+    kind = layer.raw.get("model_type")
+    require_intact(
+        f"transformer_layer_config.model_type: got {shown(kind)}, accepted {' or '.join(accepted)}",
+        kind in accepted,
+    )
+    return layer
 
 
 class Speculators(Layout):
@@ -26,21 +45,13 @@ class Speculators(Layout):
     def read_version(self) -> Literal[1, 3]:
         kind = self.fields.raw["speculators_model_type"]
         require_intact(
-            f"speculators_model_type: got {shown(kind)}, known are {', '.join(VERSIONS)}",
+            f"speculators_model_type: got {shown(kind)}, known are {', '.join((*VERSIONS, *BLOCKS))}",
             isinstance(kind, str) and kind in VERSIONS,
         )
         return VERSIONS[kind]
 
     def read(self) -> dict[str, Any]:
-        require_intact(
-            "transformer_layer_config: is missing", "transformer_layer_config" in self.fields
-        )
-        layer = self.fields.nested("transformer_layer_config")
-        kind = layer.raw.get("model_type")
-        require_intact(
-            f"transformer_layer_config.model_type: got {shown(kind)}, accepted llama or qwen3",
-            kind in ("llama", "qwen3"),
-        )
+        layer = read_nested_layer(self.fields, "llama", "qwen3")
         require_intact(
             "transformer_layer_config.layer_types: drafts of several layers are not supported",
             "sliding_attention" not in layer.texts("layer_types")[1:],
@@ -49,7 +60,7 @@ class Speculators(Layout):
         common = self.read_layer(layer) | {
             "qkv_bias": bias,
             "o_bias": bias,
-            "qk_norm": kind == "qwen3",
+            "qk_norm": layer.raw["model_type"] == "qwen3",
         }
         if self.version == 1:
             require_intact(
@@ -115,11 +126,12 @@ class Speculators(Layout):
         cls.refuse(fc_bias=config.fc_bias)
         # vLLM counts the layer ids of the official layout alone
         layer["num_aux_hidden_states"] = config.num_features
-        same = config.target_hidden_size == config.hidden_size
         return raw | {
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": config.draft_vocab_size,
-            "target_hidden_size": None if same else config.target_hidden_size,
+            "target_hidden_size": config.target_hidden_size
+            if config.target_hidden_size != config.hidden_size
+            else None,
             "norm_output": config.norm_recurrent,
             LAYER_IDS: None if config.layer_ids is None else list(config.layer_ids),
             **cls.fusion_config(config),
@@ -131,9 +143,10 @@ class Speculators(Layout):
         if config.version == 1:
             return ["vLLM and speculators have no reader of EAGLE-1 in this layout any more"]
         ids = config.layer_ids or ()
-        wide = config.target_hidden_size != config.hidden_size
         lines = cls.unread_by_vllm(config) | {
-            "speculators loads no head whose hidden size is not the target's": wide,
+            "speculators loads no head whose hidden size is not the target's": (
+                config.target_hidden_size != config.hidden_size
+            ),
             "speculators loads no head that reads a hidden state twice": len(set(ids)) < len(ids),
         }
         return [line for line, there in lines.items() if there]

@@ -724,16 +724,17 @@ class NativeDflashHead(DflashHead):
         net: Any = head_from(config, state, torch.float32, target.device)
         super().__init__(net, target, pack=False)
         self.cache = KVCache(self.cache.layout._replace(dtype=target.dtype), 1)
-        # tokens are the target's; a convolution's base is a vector
-        tensors = {
-            "embed_tokens.weight": state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
-        } | {
+        # tokens are the target's: the table is the head's; a convolution's base is a vector
+        table = state.get(
+            "lm_head.weight", state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
+        )
+        tensors = {"embed_tokens.weight": table} | {
             name: tensor.flatten() if tensor.ndim > 2 else tensor
             for name, tensor in state.items()
             if name.startswith(("fc.", "hidden_norm.", "layers.", "norm."))
         }
         weights = packed_head({f"model.{key}": tensor for key, tensor in tensors.items()}, target)
-        net.fc = net.layers = None  # their weights are packed
+        net.fc = net.layers = net.lm_head = None  # their weights are packed
         frequencies, scale = rope_frequencies(config)
         self.weights_of = extension().Decoder(
             target.instruction_set,
@@ -741,7 +742,7 @@ class NativeDflashHead(DflashHead):
             [
                 config.num_layers,
                 config.hidden_size,
-                TINY_VOCABULARY,
+                len(table),
                 config.num_heads,
                 config.num_kv_heads,
                 config.head_dim,
@@ -769,6 +770,13 @@ class NativeDflashHead(DflashHead):
     def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
         positions = torch.arange(first, first + len(embeddings), dtype=torch.int64, device="cpu")
         return run_from(self.weights_of, embeddings, positions, self.cache, (first, first, None))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        if not self.config.own_head:
+            return super()._logits(states)
+        logits = states.new_empty(len(states), self.config.draft_vocab_size)
+        self.weights_of.read(states.contiguous(), logits, thread_count())
+        return logits
 
 
 class AssistantSource(BlockSource):
