@@ -26,7 +26,6 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from specengine import Engine
 from specengine.files import atomic
-from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import DEPTHS, KNOTS, ODDS, RANKS, SOURCES, knot_of
 from specengine.policies.auto import Auto
@@ -50,15 +49,15 @@ class Watched(Auto):
         self.seen: list[tuple[int, float, float, bool]] = []
         self._random = random.Random(0)
 
-    def _first(self, tree: TokenTree, state: Any) -> Nodes:
+    def _first(self, tree: TokenTree, state: Any) -> torch.Tensor:
         free = tree.free
         if (
             tree.origin == "draft" and self._random.random() < 0.5
         ):  # without free continuations nothing makes up for a pass
             tree.free = None
-        frontier = super()._first(tree, state)
+        drafts = super()._first(tree, state)
         tree.free = free
-        return frontier
+        return drafts
 
     def learn(self, outcome: Outcome) -> None:
         tree, path, chosen, _ = outcome

@@ -148,7 +148,7 @@ def model_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[An
             draft_vocab_size=shape.draft_vocab or shape.vocab,
         ).network()
     if head.d2t is not None:
-        cast(Tensor, head.d2t).zero_()
+        head.d2t.zero_()
     return model, head.to(dtype).eval().requires_grad_(False)
 
 

@@ -101,8 +101,8 @@ def tree_attention_forward(
         texts = zip(query.split(tree.counts, 2), tree.stored, tree.trees, strict=True)
         return torch.cat(
             [
-                tree_attention_forward(module, rows, *stored, tree=own_tree, **kwargs)[0]
-                for rows, stored, own_tree in texts
+                tree_attention_forward(module, rows, keys, values, tree=own_tree, **kwargs)[0]
+                for rows, (keys, values), own_tree in texts
             ],
             1,
         ), None

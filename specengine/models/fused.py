@@ -12,7 +12,6 @@ import copy
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -254,12 +253,14 @@ class Fused:
 
     def _attended(self, layer: _Layer, normed: Tensor, places: list[_Place]) -> Tensor:
         attention = layer.module.self_attn
-        heads = layer.projections.heads(normed, attention.head_dim)
+        heads: Any = layer.projections.heads(normed, attention.head_dim)
         if len(places) == 1:
             wide = self._attend(layer, *heads, places[0])
         else:
-            texts = (states.split([place.rows for place in places], 1) for states in heads)
-            wide = torch.cat([*map(partial(self._attend, layer), *texts, places)])
+            counts = [place.rows for place in places]
+            queries, keys, values = (states.split(counts, 1) for states in heads)
+            texts = zip(queries, keys, values, places, strict=True)
+            wide = torch.cat([self._attend(layer, q, k, v, place) for q, k, v, place in texts])
         return cast(Tensor, attention.o_proj(wide.reshape(len(normed), -1)))
 
     def _attend(
