@@ -253,12 +253,12 @@ class Fused:
 
     def _attended(self, layer: _Layer, normed: Tensor, places: list[_Place]) -> Tensor:
         attention = layer.module.self_attn
-        heads: Any = layer.projections.heads(normed, attention.head_dim)
+        query, key, value = layer.projections.heads(normed, attention.head_dim)
         if len(places) == 1:
-            wide = self._attend(layer, *heads, places[0])
+            wide = self._attend(layer, query, key, value, places[0])
         else:
             counts = [place.rows for place in places]
-            queries, keys, values = (states.split(counts, 1) for states in heads)
+            queries, keys, values = (states.split(counts, 1) for states in (query, key, value))
             texts = zip(queries, keys, values, places, strict=True)
             wide = torch.cat([self._attend(layer, q, k, v, place) for q, k, v, place in texts])
         return cast(Tensor, attention.o_proj(wide.reshape(len(normed), -1)))
