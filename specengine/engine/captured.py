@@ -652,10 +652,6 @@ class CapturedLanes:
             batch.append(ModuleRows(lane.lm, token, end, cache, rows, features, rated=True))
         return lane.lm.run_lanes(batch)
 
-    def require_same(self) -> None:
-        """Forget the graph if the model's weights are elsewhere than when it was captured."""
-        self.graphs.require_same(self.weights_of.model)
-
 
 def is_guided(source: Drafter | None) -> bool:
     """Return whether a grammar guides this drafter."""

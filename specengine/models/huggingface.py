@@ -750,13 +750,14 @@ class HuggingFaceTarget(CachedTarget):
     def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
         batch = self._rows(tree, greedy=greedy)
         rows, most = cast(Rows, batch.tree), self.strict_rows
-        pieces = [
-            rows.strict_piece(first, most, padded=self.pads)
-            for first in range(0, len(rows), most or len(rows))
-        ]
+        if not most:
+            batch.logits, batch.states = self.lm.forward(rows, self.cache, self._features)
+            return batch
         outputs = [
-            self.lm.forward(piece, self.cache, self._features)
-            for piece in (pieces if most else [rows])
+            self.lm.forward(
+                rows.strict_piece(first, most, padded=self.pads), self.cache, self._features
+            )
+            for first in range(0, len(rows), most)
         ]
         logits, features = zip(*outputs, strict=True)
         batch.logits = torch.cat(logits)[: len(rows)]
@@ -796,7 +797,7 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
     def cached(self, tokens: list[int]) -> int:
         count = super().cached(tokens)
         if self.joined is not None:
-            self.joined.require_same()
+            self.joined.graphs.require_same(self.lm.model)
         return count
 
     def take_in(
