@@ -657,7 +657,7 @@ def repeated(tokens: Tensor, memory: Any = None) -> int:
     count, ends = 0, (text[:-1] == text[-1]).nonzero()[0]
     while len(ends) and count < MAX_REPEATED:
         count += 1
-        ends = ends[ends >= count]
+        ends = ends[ends.searchsorted(count) :]  # they ascend
         ends = ends[text[ends - count] == text[-1 - count]]
     return max(count, min(recalled // RECALLED, MAX_REPEATED))
 

@@ -21,6 +21,7 @@ from specengine.engine import Pool, parallel_of, parts
 from specengine.engine.parts import slots_of
 from specengine.engine.scheduler import Scheduler
 from specengine.errors import InputError
+from specengine.models.huggingface import HuggingFaceTarget
 from specengine.models.native import NativeTarget
 from specengine.protocol.settings import Settings
 from specengine.serve.metrics import Added, Metrics
@@ -508,11 +509,24 @@ def test_engines_whose_answers_share_no_forward_answer_one_at_a_time() -> None:
 
 
 def test_an_engine_that_answers_one_at_a_time_says_so() -> None:
-    failures: list[Served] = []
-    with served(parallel=2) as server:  # transformers' modules
-        failures.append(server)
+    def load() -> Engine:
+        return Engine(HuggingFaceTarget(tiny("gpt_oss")), None, None, byte_tokenizer())
+
+    with served(load, parallel=2) as server:  # its attention has a dense mask
         assert isinstance(server.worker.failure, InputError)
         assert "parallel: got 2, accepted 1 on" in str(server.worker.failure)
+
+
+def test_modules_answer_several_requests_at_once() -> None:
+    texts = ["one", "two", "three"]
+    with served() as server:
+        alone = [server.post({"prompt": text, "max_tokens": 9}, TEXTS).json() for text in texts]
+    with served(parallel=3) as server, ThreadPoolExecutor(3) as threads:
+        answers = [
+            *threads.map(lambda t: server.post({"prompt": t, "max_tokens": 9}, TEXTS).json(), texts)
+        ]
+        assert server.worker.jobs.parallel == 3
+    assert [a["choices"][0]["text"] for a in answers] == [a["choices"][0]["text"] for a in alone]
 
 
 def test_prompts_are_taken_into_the_caches_at_once() -> None:
