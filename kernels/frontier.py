@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 WORD_BITS = 64
-MOST_APPENDED = 1024
+MAX_APPENDED = 1024
 BLOCK_H = 1024  # channels per program of `_gather`
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -291,8 +291,8 @@ def level_rows(
     slots of the scratch it sees; factors: float32 [depths], the last also for deeper nodes. Capturable.
     """
     width, words = nodes.shape[0], seen.shape[1]
-    if not 1 <= width <= MOST_APPENDED or nodes.dtype is not torch.int64 or nodes.stride(0) != 1:
-        raise ValueError(f"nodes: dense int64 [n], 1 <= n <= {MOST_APPENDED}, is needed")
+    if not 1 <= width <= MAX_APPENDED or nodes.dtype is not torch.int64 or nodes.stride(0) != 1:
+        raise ValueError(f"nodes: dense int64 [n], 1 <= n <= {MAX_APPENDED}, is needed")
     if not seen.is_contiguous() or seen.dtype is not torch.int64:
         raise ValueError("seen: contiguous int64 is needed")
     if any(number.dtype is not torch.int32 for number in (live, filled, used, passes)):
@@ -396,11 +396,11 @@ def _check(
     if any(tensor.shape != (capacity,) for tensor in tree[:5]):
         raise ValueError(f"tree: arrays of its capacity, {capacity}, are needed")
     most = tokens.shape[0]
-    if not 1 <= most <= MOST_APPENDED or not parents.shape == log_probs.shape == ids.shape == (
+    if not 1 <= most <= MAX_APPENDED or not parents.shape == log_probs.shape == ids.shape == (
         most,
     ):
         raise ValueError(
-            f"parents, tokens, log_probs, ids: [m] each, 1 <= m <= {MOST_APPENDED}, got {list(tokens.shape)}"
+            f"parents, tokens, log_probs, ids: [m] each, 1 <= m <= {MAX_APPENDED}, got {list(tokens.shape)}"
         )
     if (
         not parents.dtype is tokens.dtype is ids.dtype is torch.int64

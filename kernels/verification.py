@@ -29,7 +29,7 @@ STAGES = 3  # tiles of logits that are on their way
 NEAR, NEAR_RELATIVE = 1e-3, 2.0**-20
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 MOST_SLICES = 64
-MOST_NODES = 1024  # of a walk
+MAX_NODES = 1024  # of a walk
 NUMBERS = 7  # of a record, before its lists
 
 
@@ -475,12 +475,12 @@ def walk(
     """
     n = tokens.shape[0]
     if (
-        not 1 <= n <= MOST_NODES
+        not 1 <= n <= MAX_NODES
         or not tokens.shape == parents.shape == chosen.shape == path.shape
         or tokens.dim() != 1
     ):
         raise ValueError(
-            f"tokens, parents, chosen, path: int64 [n] each, 1 <= n <= {MOST_NODES}, got {list(tokens.shape)}"
+            f"tokens, parents, chosen, path: int64 [n] each, 1 <= n <= {MAX_NODES}, got {list(tokens.shape)}"
         )
     if any(
         t.dtype is not torch.int64 or t.stride(0) != 1
@@ -522,8 +522,8 @@ def record_walk(
     rows, budget = len(verified.nodes), (len(record) - NUMBERS - 2 * longest) // 5
     path, live, bonus = walked
     whole = (*verified[:3], verified.nodes, path, bonus, record, root)
-    if not 1 <= max(rows, longest, budget) <= MOST_NODES or len(path) != rows:
-        raise ValueError(f"path, nodes: [n] each, lists of up to {MOST_NODES}, are needed")
+    if not 1 <= max(rows, longest, budget) <= MAX_NODES or len(path) != rows:
+        raise ValueError(f"path, nodes: [n] each, lists of up to {MAX_NODES}, are needed")
     if any(part.dtype is not torch.int64 or part.stride(0) != 1 for part in whole):
         raise ValueError("tokens, parents, depths, nodes, path, bonus, record, root: dense int64")
     if any(part.dtype is not torch.float32 or part.stride(0) != 1 for part in verified[3:5]):

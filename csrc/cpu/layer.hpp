@@ -813,7 +813,7 @@ class LayerRun {
     });
   }
 
-  // Of the rows of a tile, [16]: how many of their lane stand before them; -1 where there is no row.
+  // By row of a tile, [16]: the number of earlier rows of its lane; -1 where there is no row.
   void count_before(int64_t tile, int32_t* before) const {
     const int64_t begin = tile * kRows;
     std::fill_n(before, kRows, -1);

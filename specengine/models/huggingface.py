@@ -792,7 +792,8 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
         return rows
 
     def reserve(self, tokens: int, scratch: int) -> None:
-        super().reserve(room(tokens + scratch), 0)  # a larger cache means another capture
+        # a larger cache means another capture; a strict piece is padded
+        super().reserve(room(tokens + scratch + self.strict_rows), 0)
 
     def cached(self, tokens: list[int]) -> int:
         count = super().cached(tokens)

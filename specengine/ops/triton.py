@@ -70,7 +70,7 @@ def append_nodes(
     overflow: Tensor,
 ) -> Tensor:
     m = parents.shape[0]
-    if not 0 < m <= frontier.MOST_APPENDED:
+    if not 0 < m <= frontier.MAX_APPENDED:
         return by_meaning(
             tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow
         )
@@ -94,7 +94,7 @@ def level_rows(
     passes: Tensor,
 ) -> tree.PassRows:
     dense = slots.is_contiguous() and nodes.ids.stride(0) == 1
-    if not (dense and 0 < len(nodes.ids) <= frontier.MOST_APPENDED):
+    if not (dense and 0 < len(nodes.ids) <= frontier.MAX_APPENDED):
         return by_meaning(
             tree.level_rows, arrays, size, nodes, filled, used, slots, factors, passes
         )
@@ -186,7 +186,7 @@ def couple(
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
-    if tokens.shape[0] > verification.MOST_NODES:
+    if tokens.shape[0] > verification.MAX_NODES:
         return by_meaning(tree.walk, tokens, parents, chosen, size)
     path, count, bonus = (
         torch.zeros_like(tokens),
@@ -209,7 +209,7 @@ def record_walk(
     longest: int,
 ) -> tuple[Tensor, Tensor]:
     most = max(len(nodes.ids), longest, len(record) // 5)
-    if most > verification.MOST_NODES or nodes.ids.stride(0) != 1:
+    if most > verification.MAX_NODES or nodes.ids.stride(0) != 1:
         return by_meaning(tree.record_walk, verified, walked, nodes, counts, root, record, longest)
     rows = verification.Verified(*verified[:5], nodes.ids)
     numbers = counts[0], nodes.live, counts[1], counts[2], counts[3]
