@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ):  # what one commit's run leaves out, another's begins with
         ask = ["git", "rev-parse", "HEAD"]
         commit = subprocess.run(ask, cwd=TESTS, capture_output=True, check=False).stdout
-        items.sort(key=lambda item: hashlib.sha256(commit + str(item.path).encode()).digest())
+        items.sort(key=lambda item: hashlib.sha256(commit + _file(item)).digest())
     if torch.cuda.is_available():
         return
     for item in items:
@@ -128,6 +128,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         function = item.nodeid.partition("[")[0]
         item.stash[RECORDED] = function not in functions and _is_of_the_package(item.path)
         functions.add(function)
+
+
+def _file(item: pytest.Item) -> bytes:
+    return item.nodeid.partition("::")[0].encode()  # the same wherever the clone stands
 
 
 def _is_of_the_package(file: Path) -> bool:

@@ -30,6 +30,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specengine.ops import _registry
@@ -525,6 +526,7 @@ class Event:
 @contextmanager
 def cuda(clock: Clock | None = None, *, branches: bool = False) -> Iterator[Device]:
     """Everything within runs with a pretended CUDA device; modules go there by `moved`. branches: of graphs."""
+    _device_constructors()  # torch lists them once: the list must not hold the stand-in of torch.tensor
     device, made, loaded = Device(clock), torch.tensor, _registry._loaded
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:

@@ -73,11 +73,11 @@ def check(name: Path, tokens: int = 12, **options: Any) -> tuple[Engine, list[in
 
 
 def test_int8_of_a_folder(tmp_path: Path) -> None:
-    """Its answers are not asked for: transformers leaves rotary frequencies unwritten on the pretended device."""
     model = toy.tiny("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     whole = sum(weight.nbytes for weight in model.parameters())
-    lm = engine(tmp_path, None, "plain", quantize="int8").target.lm  # type: ignore[union-attr]
+    drafting, _ = check(tmp_path, quantize="int8")
+    lm = drafting.target.lm  # type: ignore[union-attr]
     assert kinds(lm.model) == [QuantizedLinear] * (2 * MATRICES + 1)
     embeddings = model.get_input_embeddings().weight.nbytes
     assert lm.weight_bytes < embeddings + 0.6 * (whole - embeddings)
