@@ -29,8 +29,9 @@ MIDDLE = tl.constexpr(8)  # the code of zero of codes of four bits without offse
 class Weight(NamedTuple):
     """A quantised matrix, contiguous.
 
-    codes    int8 [outputs, inputs], or uint8 [outputs, inputs / 2] with two codes of four bits a byte: in each 32
-             inputs byte i has the code of input i in its lower half and that of input i + 16 in its upper one
+    codes    int8 or float8_e4m3fn [outputs, inputs], or uint8 [outputs, inputs / 2] with two codes of four bits a
+             byte: in each 32 inputs byte i has the code of input i in its lower half and that of input i + 16 in its
+             upper one
     scales   of each group of inputs, [outputs, groups]: float32, float16, or whole numbers of `units`
     offsets  of each group, subtracted from codes times scales; None: 0, and the codes of four bits have 8 for zero
     units    float16 [outputs, inputs / 256, 1 or 2]: of scales and, where there are any, of offsets; or None
@@ -82,6 +83,14 @@ def _levels(codes, scales, offsets, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr)
 
 
 @triton.jit
+def _float8(bits):
+    """Return what the bits of float8_e4m3fn mean, float32. Cards without that type shift them into float16."""
+    half = ((bits & 0x80).to(tl.uint16) << 8) | ((bits & 0x7F).to(tl.uint16) << 7)
+    number = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0  # of exponents 8 apart
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
+
+
+@triton.jit
 def _rows(states, row, states_row, rows, inputs, column, UPCAST: tl.constexpr):
     """Load columns of rows, transposed: [columns, rows]."""
     at = states + row[None, :] * states_row + column[:, None]
@@ -107,6 +116,7 @@ def _multiply(
     unit_count,
     steps,
     BITS: tl.constexpr,
+    FLOAT: tl.constexpr,
     GROUP: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,9 +160,9 @@ def _multiply(
                 if offsets is not None:
                     least *= tl.load(at + 1, mask=there, other=0.0).to(tl.float32)[:, None]
         if BITS == 8:
-            lower = packed.to(tl.float32)
+            lower = _float8(packed) if FLOAT else packed.to(tl.float32)
             if GROUP:
-                lower = _levels(packed, factors, least, BLOCK_N, GROUPS)
+                lower = _levels(lower, factors, least, BLOCK_N, GROUPS)
             tile = _rows(states, row, states_row, rows, inputs, column, UPCAST)
             sums = tl.dot(lower.to(tile.dtype), tile, sums, input_precision="ieee")
         else:
@@ -244,15 +254,21 @@ def packed_linear(
     `upcast` multiplies in float32 whatever the states are, for the interpreter, whose bfloat16 arithmetic is wrong.
     """
     codes, scales, offsets, units = weight
+    floats = codes.dtype is torch.float8_e4m3fn
     rows, inputs = states.shape
     outputs, groups = scales.shape
     four = codes.dtype is torch.uint8
     by_row = groups == 1 and not four and offsets is units is None
     group = 0 if by_row else inputs // groups
     fits = by_row or (group in (16, 32, 64) and groups * group == inputs)
-    if codes.dtype not in (torch.int8, torch.uint8) or weight.inputs != inputs or not fits:
+    if (
+        codes.dtype not in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+        or weight.inputs != inputs
+        or not fits
+    ):
         raise ValueError(
-            f"weight: codes int8 [outputs, {inputs}] or uint8 [outputs, {inputs} / 2] in groups are needed, got "
+            f"weight: codes int8 or float8_e4m3fn [outputs, {inputs}] or uint8 [outputs, {inputs} / 2] in groups are "
+            "needed, got "
             f"{codes.dtype} {list(codes.shape)}, scales {list(scales.shape)}"
         )
     if four and (group % 32 or inputs % 32):
@@ -274,7 +290,7 @@ def packed_linear(
         partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=states.device)
     _multiply[(programs[0], splits, programs[1])](
         states,
-        codes,
+        codes.view(torch.uint8) if floats else codes,
         scales,
         offsets,
         units,
@@ -289,6 +305,7 @@ def packed_linear(
         0 if units is None else units.shape[1],
         each,
         BITS=4 if four else 8,
+        FLOAT=floats,
         GROUP=group,
         UNITS=0 if units is None else units.shape[2],
         BLOCK_N=tiles.outputs,

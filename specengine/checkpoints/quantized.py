@@ -15,6 +15,7 @@ from specengine.checkpoints.safetensors_file import StoredTensor
 from specengine.errors import UnsupportedModelError, require_intact, restating, shown
 
 _FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_BLOCKS = "f8_e4m3"  # of a float32 scale and 64 codes, for CUDA alone
 # kinds of GGUF, by the bits of codes and whether all zero points are in the middle of these
 _KINDS = {(4, True): "q4_0", (4, False): "q5_0", (8, True): "q8_0"}
 _LOWEST = {"q4_0": -8, "q5_0": -16, "q8_0": -128}
@@ -72,7 +73,7 @@ class QuantizedMatrix(NamedTuple):
         return self
 
     def read(self, first: int, last: int, kind: str = "") -> Tensor:
-        """Return rows [first, last) as float32 [rows, inputs], or as blocks of a kind of GGUF, uint8 [bytes]."""
+        """Return rows [first, last) as float32 [rows, inputs], or as blocks of a kind, uint8 [bytes]."""
         rows = torch.arange(first, last, dtype=torch.int64, device="cpu") // self.size[0]
         scales, zeros, groups = self._parameters()
         levels = self._codes(first, last) - zeros[rows][:, groups]
@@ -81,14 +82,18 @@ class QuantizedMatrix(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of GGUF's blocks that hold the same numbers; empty for none."""
-        if self.codes.dtype is _FLOAT8 or self.shape[1] % 32:
+        """The kind of blocks that hold the same numbers; empty for none."""
+        floats = self.codes.dtype is _FLOAT8
+        each = 64 if floats else 32
+        if self.shape[1] % each:
             return ""
         scales, zeros, groups = self._parameters()
-        by_block = groups.view(-1, 32)
+        by_block = groups.view(-1, each)
         one_scale = torch.equal(by_block.amin(1), by_block.amax(1))
-        holds = one_scale and torch.equal(scales.half().float(), scales)
         even = bool((zeros == self.middle).all())
+        if floats:
+            return _FLOAT8_BLOCKS if one_scale and even else ""
+        holds = one_scale and torch.equal(scales.half().float(), scales)
         return _KINDS.get((self.format.bits, even), "") if holds else ""
 
     def _codes(self, first: int, last: int) -> Tensor:
@@ -142,7 +147,11 @@ def _unpacked(words: Tensor, form: CodeFormat, places: Tensor) -> Tensor:
 
 
 def _blocks(levels: Tensor, steps: Tensor, kind: str) -> Tensor:
-    """Return the bytes of blocks of 32 inputs; levels, steps: float32 [rows, inputs], one step for each block."""
+    """Return the bytes of blocks of inputs; levels, steps: float32 [rows, inputs], one step for each block."""
+    if kind == _FLOAT8_BLOCKS:
+        scales = steps[:, ::64].contiguous().view(torch.uint8).view(-1, 4)
+        bits = levels.to(_FLOAT8).view(torch.uint8).view(-1, 64)
+        return torch.cat((scales, bits), dim=1).flatten()
     halves = steps[:, ::32].half().reshape(-1, 1).view(torch.uint8)
     codes = (levels.reshape(-1, 32) - _LOWEST[kind]).to(torch.uint8)
     fifths = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8, device="cpu")

@@ -157,8 +157,8 @@ def quantize(model: nn.Module, weights: Iterable[tuple[str, QuantizedWeight]]) -
         )
 
 
-# kinds of GGUF's blocks, and their bytes
-BLOCKS = {"q8_0": 34, "q4_0": 18, "q5_0": 22, "q4_k": 144, "q6_k": 210}
+# kinds of GGUF's blocks, and their bytes; f8_e4m3, a float32 and 64 codes, is no file's
+BLOCKS = {"q8_0": 34, "q4_0": 18, "q5_0": 22, "q4_k": 144, "q6_k": 210, "f8_e4m3": 68}
 
 
 def quantized_blocks(kind: str, rows: Tensor) -> QuantizedWeight:
@@ -167,6 +167,9 @@ def quantized_blocks(kind: str, rows: Tensor) -> QuantizedWeight:
     Source of the layouts: ggml/src/ggml-common.h.
     """
     blocks = rows.unflatten(1, (-1, BLOCKS[kind]))
+    if kind == "f8_e4m3":
+        scales = blocks[..., :4].contiguous().view(torch.float32).flatten(1)
+        return QuantizedWeight(blocks[..., 4:].flatten(1).view(torch.float8_e4m3fn), scales)
     if kind.endswith("_0"):
         scales = blocks[..., :2].contiguous().view(torch.float16).flatten(1)
         codes = blocks[..., 2:]

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -264,7 +265,10 @@ OF_HEADS = {"cached_attention": attention_of, "strict_cached_attention": strict_
 
 
 def _packed_linear(device: torch.device) -> list[tuple[Any, ...]]:
-    """Return rows in bfloat16 for each kind of tiles, with codes of eight bits and of four, in groups and without."""
+    """Return rows in bfloat16 for each kind of tiles, with codes of eight bits and of four, in groups and without.
+
+    The last weight has codes of float8.
+    """
     codes = (_wave(device, 70, 1024) * 42).to(torch.int8)
     scales = _wave(device, 70, 32).abs() / 4096
     small = (scales * 16384).to(torch.uint8)
@@ -273,10 +277,11 @@ def _packed_linear(device: torch.device) -> list[tuple[Any, ...]]:
         QuantizedWeight(codes, scales[:, :1].contiguous()),
         QuantizedWeight(codes[:, :512].contiguous().view(torch.uint8), small, small.flip(1), units),
         QuantizedWeight(codes, scales.half()),
+        QuantizedWeight(codes.abs().view(torch.float8_e4m3fn), scales),
     )
     return [
         (_wave(device, rows - 3, 1024).bfloat16(), weight, _wave(device, 70).bfloat16())
-        for rows, weight in zip(PACKED_ROWS, weights, strict=True)
+        for rows, weight in zip(cycle(PACKED_ROWS), weights, strict=False)
     ]
 
 

@@ -201,8 +201,8 @@ def add_rms_norm(
 class QuantizedWeight(NamedTuple):
     """A matrix of codes, all tensors contiguous. A number is code * scale - offset, in float32.
 
-    codes    int8 [outputs, inputs]; or uint8 [outputs, inputs / 2], two codes of four bits to a byte: byte i of each 16
-             has in its lower half the code of input i of 32, in its upper one that of i + 16
+    codes    int8 or float8_e4m3fn [outputs, inputs]; or uint8 [outputs, inputs / 2], two codes of four bits to a byte:
+             byte i of each 16 has in its lower half the code of input i of 32, in its upper one that of i + 16
     scales   of groups of inputs, [outputs, groups]: floating, or int8 or uint8 in `units`
     offsets  the same of groups; None for 0, and 8 is then the zero of codes of four bits
     units    float16 [outputs, inputs / 256, 1 or 2], of scales and of offsets; None for 1

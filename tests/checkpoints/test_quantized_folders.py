@@ -13,6 +13,8 @@ from specengine.checkpoints.gguf import dequantize
 from specengine.checkpoints.pretrained import open_native
 from specengine.errors import CheckpointError, UnsupportedModelError
 from specengine.models.native import NativeLM
+from specengine.models.twins import QuantizedLinear
+from specengine.ops import QuantizedWeight
 from tests.checkpoints.quantized_folders import (
     Store,
     awq,
@@ -95,6 +97,31 @@ def test_blocks_hold_the_same_numbers_or_are_not_made(case: str, tmp_path: Path)
         else:
             assert torch.equal(weight.rows(0, rows), meant[weight.name].bfloat16())
     assert packed == (14 if form else 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "fits"),
+    [
+        ("FP8 blocks", True),
+        ("FP8 by tensor", True),
+        ("FP8 by row", True),
+        ("FP8 blocks that end early", False),  # within 64 inputs
+    ],
+)
+def test_float8_stays_for_a_device(case: str, fits: bool, tmp_path: Path) -> None:
+    (config, store), _ = CASES[case]
+    meant = dict(written(tmp_path, config, store).named_parameters())
+    model = open_native(str(tmp_path)).source.model(packed=True)
+    kept = {
+        name: QuantizedWeight(layer.codes, layer.scales)
+        for name, layer in model.named_modules()
+        if type(layer) is QuantizedLinear
+    }
+    # o_proj of Llama has 32 inputs here
+    assert len(kept) == (12 if fits else 0)
+    for name, weight in kept.items():
+        assert weight.codes.dtype is torch.float8_e4m3fn
+        assert torch.equal(weight.numbers(), meant[f"{name}.weight"])
 
 
 @pytest.mark.sliced(4)

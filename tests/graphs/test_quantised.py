@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from specengine.models.twins import QuantizedLinear
 from specengine.ops import _registry
 from tests import toy
 from tests.checkpoints.gguf_files import write_model
-from tests.checkpoints.quantized_folders import awq, written
+from tests.checkpoints.quantized_folders import awq, fp8, written
 from tests.graphs import pretended
 from tests.graphs.engines import PROMPT
 from tests.ops.backends import choose
@@ -113,8 +113,9 @@ def test_int8_takes_what_is_not_packed(tmp_path: Path) -> None:
     assert set(kinds(drafting.target.model)) == {QuantizedLinear}  # type: ignore[union-attr]
 
 
-def test_codes_of_a_quantised_folder(tmp_path: Path) -> None:
-    written(tmp_path, *awq())
+@pytest.mark.parametrize("form", [awq, fp8])
+def test_codes_of_a_quantised_folder(form: Callable[[], Any], tmp_path: Path) -> None:
+    written(tmp_path, *form(), head_dim=16)  # groups of 64 inputs are whole
     drafting, _ = check(tmp_path)
     assert kinds(drafting.target.model).count(QuantizedLinear) == 2 * MATRICES  # type: ignore[union-attr]
 

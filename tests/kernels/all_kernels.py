@@ -333,6 +333,7 @@ def gates(seed: int, device: str) -> None:
 QUANTISED: dict[str, tuple[int, int, torch.dtype, bool]] = {
     "rows": (0, 8, torch.float32, False),
     "q8_0": (32, 8, torch.float16, False),
+    "f8_e4m3": (64, 8, torch.float32, False),
     "q6_k": (16, 8, torch.int8, False),
     "q4_0": (32, 4, torch.float16, False),
     "q4_k": (32, 4, torch.uint8, True),
@@ -359,6 +360,9 @@ def quantised(
         if bits == 8
         else whole(0, 256, inputs // 2, torch.uint8)
     )
+    if kind == "f8_e4m3":
+        codes[(codes == 127) | (codes == -1)] = 0  # NaN
+        codes = codes.view(torch.float8_e4m3fn)
     if stored.is_floating_point:
         both = [scales(outputs, groups).to(stored) for _ in range(2)]
         return packed_linear.Weight(codes, both[0], both[1] if has_offsets else None)

@@ -79,7 +79,7 @@ REST: list[list[Any]] = [
     ["gate", 64, 1536, "float32"],
     *(
         ["packed", rows, 4096, 4096, kind, "bfloat16"]
-        for kind in ("rows", "q8_0", "q6_k", "q4_0", "q4_k")
+        for kind in ("rows", "q8_0", "f8_e4m3", "q6_k", "q4_0", "q4_k")
         for rows in (1, 32, 64)
     ),
     ["packed", 64, 4096, 4096, "rows", "float16", 1],

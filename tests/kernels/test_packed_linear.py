@@ -21,7 +21,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
 # relative, of the norm; bfloat16 is cut off, not rounded, by the interpreter
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-UNIT = {"q6_k": 256, "q4_k": 256, "groups": 64, "rows": 77}  # inputs of a kind come in multiples of
+UNIT = {
+    "f8_e4m3": 64,
+    "q6_k": 256,
+    "q4_k": 256,
+    "groups": 64,
+    "rows": 77,
+}  # inputs of a kind come in multiples of
 
 
 def normal(*shape: int, seed: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -88,6 +94,19 @@ def test_a_row_has_the_same_bits_among_others(kind: str) -> None:
         )
     assert whole[:7].isfinite().all()
     assert whole[7].isnan().all()
+
+
+def test_all_codes_of_float8() -> None:
+    codes = (
+        torch.arange(256).to(torch.uint8).to(DEVICE).view(torch.float8_e4m3fn).unflatten(0, (4, 64))
+    )
+    weight = kernel.Weight(codes, torch.full((4, 1), 0.5, device=DEVICE))
+    numbers = packed_linear(torch.eye(64, device=DEVICE), weight, splits=1)
+    wanted = codes.float().T / 2
+    assert wanted.isnan().sum() == 2
+    whole = wanted.isfinite().all(0)
+    assert torch.equal(numbers[:, whole], wanted[:, whole])
+    assert numbers[:, ~whole].isnan().all()
 
 
 def test_strided_rows() -> None:
