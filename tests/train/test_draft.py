@@ -25,7 +25,7 @@ from specengine.train.draft.new_heads import Weights, _vocabulary_size, new_head
 from specengine.train.draft.options import TrainOptions, make_loss
 from specengine.train.draft.teacher import ServingTeacher, StoredTeacher, Teacher
 from specengine.train.draft.training import LOG, STATE, Epochs, pack, train_draft
-from specengine.train.draft.validation import agreement
+from specengine.train.draft.validation import agreement, autocasting
 from specengine.train.text import SynthesisOptions
 from specengine.train.text.corpus import Corpus, Text
 from specengine.train.text.synthesis import write_corpus
@@ -80,6 +80,16 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_bfloat16_where_the_processor_multiplies_it(
+    able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: able)
+    for enabled in (True, False):
+        with autocasting(torch.device("cpu"), enabled=enabled):
+            assert torch.is_autocast_enabled("cpu") == (able and enabled)
 
 
 def test_batches_hold_every_text_once() -> None:

@@ -186,7 +186,7 @@ class TrainOptions(Checked):
     )
     autocast: bool = option(
         default=True,
-        help="true: run in bfloat16 if the weights are float32",
+        help="true: run in bfloat16 if the weights are float32 and the device multiplies it",
     )
     held_back: float = option(
         PART,
