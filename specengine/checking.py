@@ -173,13 +173,10 @@ def _judge(
         () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
     )
     end = _end(generation, tokens, Decoder(plain.tokenizer))
-    verdict: Verdict = "mismatch"
-    if end is not None:
-        if tokens == reference:
-            verdict = "exact"
-        elif differences and all(flip.gap <= limit for flip in differences):
-            verdict = "near-tie"
-    return Judged(verdict, differences, end)
+    near = tokens == reference or (differences and all(flip.gap <= limit for flip in differences))
+    if end is None or not near:
+        return Judged("mismatch", differences, end)
+    return Judged("near-tie" if differences else "exact", differences, end)
 
 
 def near_tie_logits(target: Target) -> float:
