@@ -172,8 +172,8 @@ def _bound(
     key: str, value: Decimal | int, sign: int, *, opened: bool, integer: bool, nearest: Decimal
 ) -> float | int:
     """Return the inclusive bound; sign: 1 of a lower one, -1 of an upper one; nearest: the bound next to 0."""
+    exact = Decimal(value)
     if not integer:
-        exact = Decimal(value)
         if not opened or abs(exact) >= 2**63:
             return _exact_number(key, exact)
         last = exact.adjusted() - _DIGITS if exact else -max(_TINY, 4 - nearest.adjusted())
@@ -184,7 +184,6 @@ def _bound(
         step = next((step for step in steps if float(step) == _as_read(float(step))), None)
         _require_exact(key, value, step is not None)
         return _exact_number(key, cast(Decimal, step))
-    exact = Decimal(value)
     if exact * sign < -_MAX_INT:  # farther than integers are written here
         return _MIN_INT if sign > 0 else _MAX_INT
     _require_exact(key, value, abs(exact) < 2**63)
