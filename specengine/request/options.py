@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from transformers import (
@@ -174,12 +174,11 @@ class GenerationOptions(DeclaredOptions):
     def stopper(
         self, decode: Callable[[list[int]], str], constraint: Constraint | None = None
     ) -> Stopper:
-        assert self.max_new_tokens is not None
         criteria = list(self.stopping_criteria or [])
         if self.max_time is not None:
             criteria.append(MaxTimeCriteria(self.max_time))
         return Stopper(
-            self.max_new_tokens,
+            cast(int, self.max_new_tokens),
             self.eos_token_ids,
             self.stops,
             criteria,

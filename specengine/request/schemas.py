@@ -12,6 +12,8 @@ from itertools import pairwise
 from typing import Any, cast
 from urllib.parse import unquote
 
+from specengine.errors import require_or
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
 _SIDES = ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum"))
@@ -89,15 +91,17 @@ def _member(key: str, value: Any, divisors: list[Fraction]) -> Any:
     if key in _VALUES:
         return _exact_values(key, value)
     if key in _MAPS and isinstance(value, dict):
-        if any(_is_number(inner) for inner in value.values()):
-            raise ValueError(f"{key}: a number is no schema")
+        require_or(
+            ValueError, f"{key}: a number is no schema", not any(map(_is_number, value.values()))
+        )
         return {name: _rewritten(inner, divisors) for name, inner in value.items()}
     if key == "$ref" and isinstance(value, str):
         steps = unquote(value).split("/")
-        if any(step in _VALUES and before not in _MAPS for before, step in pairwise(steps)):
-            raise ValueError(
-                f"$ref: {value!r:.80} leads to a value, accepted are those that lead to a schema"
-            )
+        require_or(
+            ValueError,
+            f"$ref: {value!r:.80} leads to a value, accepted are those that lead to a schema",
+            not any(step in _VALUES and before not in _MAPS for before, step in pairwise(steps)),
+        )
     return value if _is_number(value) else _rewritten(value, divisors)
 
 
@@ -116,10 +120,11 @@ def _exact_values(key: str, value: Any) -> Any:
 
 
 def _require_exact(key: str, value: Any, holds: bool) -> None:
-    if not holds:
-        raise ValueError(
-            f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64"
-        )
+    require_or(
+        ValueError,
+        f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64",
+        holds,
+    )
 
 
 def _exact_integer(key: str, value: int) -> int:
@@ -199,8 +204,11 @@ def _divisor(value: Decimal | int) -> Fraction:
         number *= 10
         decimals += 1
     exact = Fraction(int(number), 10**decimals)
-    if not exact or exact != Fraction(value):
-        raise ValueError(f"multipleOf: {value!s:.60} cannot be kept exactly")
+    require_or(
+        ValueError,
+        f"multipleOf: {value!s:.60} cannot be kept exactly",
+        0 != exact == Fraction(value),
+    )
     return _common_multiple(exact, exact)
 
 
@@ -216,10 +224,11 @@ def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
     )
     result = Fraction(math.lcm(int(one * scale), int(other * scale)), scale or 1)
     steps = next((result * 10**places for places in range(10) if not result * 10**places % 1), 0)
-    if not 0 < steps <= _MAX_DIVISOR or one * other * scale**2 >= 2**32:
-        raise ValueError(
-            f"multipleOf: accepted are up to {_MAX_DIVISOR} steps, those of one schema together"
-        )
+    require_or(
+        ValueError,
+        f"multipleOf: accepted are up to {_MAX_DIVISOR} steps, those of one schema together",
+        0 < steps <= _MAX_DIVISOR and one * other * scale**2 < 2**32,
+    )
     return result
 
 
