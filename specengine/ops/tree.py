@@ -935,8 +935,7 @@ class TokenTree:
                 )
                 self.staged = _divide(TokenTree.__new__(TokenTree), memory, self.capacity)
             self.staged.copy_(tree)
-            assert self.staged.memory is not None
-            self.memory.copy_(self.staged.memory, non_blocking=pinned)
+            self.memory.copy_(cast(Tensor, self.staged.memory), non_blocking=pinned)
             return
         size, words = tree.capacity, tree.ancestors.shape[1]
         for array, values in zip(self.arrays[:5], tree.arrays, strict=False):
