@@ -29,6 +29,7 @@ from specengine.errors import (
     InputError,
     require,
     require_input,
+    require_or,
     require_value,
     shown,
 )
@@ -224,9 +225,12 @@ class EngineState:
     @functools.cached_property
     def memory(self) -> Memory | None:
         """Return the texts that drafts copy from, by owner; None for an engine that was loaded without."""
-        if self.watch.recipe is None:
-            return None
-        return memory_of(self.drafter, self.target, self.tokenizer, self.watch.recipe.options)
+        recipe = self.watch.recipe
+        return (
+            None
+            if recipe is None
+            else memory_of(self.drafter, self.target, self.tokenizer, recipe.options)
+        )
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -279,8 +283,7 @@ class EngineState:
     @contextlib.contextmanager
     def hold(self, refusal: str) -> Iterator[None]:
         """Keep other callers out meanwhile; EngineBusyError with this text where one is in."""
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError(refusal)
+        require_or(EngineBusyError, refusal, self._busy.acquire(blocking=False))
         try:
             yield
         finally:
