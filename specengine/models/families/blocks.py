@@ -722,9 +722,13 @@ class Layer:
     @property
     def experts(self) -> Experts | None:
         """The layer's experts, if it has some."""
-        if isinstance(self.mlp, Experts):
-            return self.mlp
-        return None if self.beside is None else self.beside.experts
+        return (
+            self.mlp
+            if isinstance(self.mlp, Experts)
+            else None
+            if self.beside is None
+            else self.beside.experts
+        )
 
     @property
     def firsts(self) -> list[Attention | Mixer]:
