@@ -1,6 +1,7 @@
 """Read transformers' generation configs: the call's own, then the model's."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import (
@@ -15,7 +16,15 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from specengine.errors import InputError, require, require_input, require_or, require_value, shown
+from specengine.errors import (
+    InputError,
+    require,
+    require_input,
+    require_or,
+    require_value,
+    restating,
+    shown,
+)
 from specengine.registry import plain
 from specengine.request.sampling import Processor
 
@@ -171,19 +180,8 @@ class Configured:
         for name, make in makers.items():
             if (value := self.values.get(name)) is None:
                 continue
-            try:
+            with refusing(f"generation_config.{name}", value):
                 processors.append(make(value, **context))
-            except (
-                TypeError,
-                ValueError,
-                AttributeError,
-                KeyError,
-                IndexError,
-                RuntimeError,
-            ) as error:
-                raise InputError(
-                    f"generation_config.{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
-                ) from error
         return [processor for processor in processors if processor is not None]
 
 
@@ -211,6 +209,16 @@ def _token_ids(value: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def refusing(name: str, value: Any) -> AbstractContextManager[None]:
+    """Raise InputError, which names an option and its value, for what transformers' processors raise."""
+    return restating(
+        (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError),
+        lambda error: InputError(
+            f"{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
+        ),
+    )
 
 
 def _support(name: str, value: Any, remedy: str, holds: bool) -> None:

@@ -21,7 +21,6 @@ from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLo
 
 from specengine.errors import (
     MAX_NUMBER,
-    InputError,
     require,
     require_input,
     require_options,
@@ -303,19 +302,8 @@ class GenerationOptions(DeclaredOptions):
         named = ("sequence_bias", "bad_words_ids", "suppress_tokens")
         for name in (name for name in named if getattr(self, name) is not None):
             alone = GenerationOptions(**{name: getattr(self, name)})
-            try:
+            with configs.refusing(name, getattr(self, name)):
                 alone.sampler(prompt_length, "cpu")
-            except (
-                TypeError,
-                ValueError,
-                AttributeError,
-                KeyError,
-                IndexError,
-                RuntimeError,
-            ) as error:
-                raise InputError(
-                    f"{name}: got {shown(getattr(self, name))}, which transformers refuses ({error!s:.300})"
-                ) from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
         fits = all(value <= MAX_NUMBER for value in values)  # which NaN is not

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specengine.errors import require_or
+from specengine.errors import require_or, restating
 
 MAX_BYTES = 1 << 28
 # reading the text afterwards needs more, so that nothing fails there that did not here
@@ -72,7 +72,7 @@ class ReadingProcess:
             }
         )
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        try:
+        with restating(OSError, lambda _: NoReaderError()):
             self._process: Any = subprocess.Popen(
                 [sys.executable, "-I", "-S", script, arguments],
                 stdin=pipe,
@@ -80,8 +80,6 @@ class ReadingProcess:
                 stderr=nothing,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
-        except OSError as error:
-            raise NoReaderError from error
         self._is_ready, self.is_late = False, False
 
     def ask(self, line: bytes, seconds: float) -> bytes:

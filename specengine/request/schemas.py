@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, cast
 from urllib.parse import unquote
 
-from specengine.errors import require_or
+from specengine.errors import require_or, restating
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
@@ -52,10 +52,11 @@ def _constant(text: str) -> Any:
 
 
 def _decimal(text: str) -> Decimal:
-    try:
+    with restating(
+        DecimalException,
+        lambda _: ValueError(f"number {text:.40}: its exponent is too large"),
+    ):
         return Decimal(text)
-    except DecimalException as error:
-        raise ValueError(f"number {text:.40}: its exponent is too large") from error
 
 
 def rewritten(schema: Any) -> Any:
