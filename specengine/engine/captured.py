@@ -435,8 +435,8 @@ class CapturedDriver(EagerDriver):
                 spans += self._rehearsal()
         spans[-1][2].wait()
         return {
-            part: [ended.since(began) for name, began, ended in spans if name == part]
-            for part in dict.fromkeys(name for name, _, _ in spans)
+            each: [ended.since(began) for name, began, ended in spans if name == each]
+            for each in dict.fromkeys(name for name, _, _ in spans)
         }
 
     def _rehearsal(self) -> Iterator[tuple[str, Mark, Mark]]:

@@ -480,9 +480,7 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
         if wanted is None:
             return result
         sequences = torch.tensor([[*self.prompt, *self._tokens]], dtype=torch.int64, device="cpu")
-        if not wanted:
-            return sequences
-        return SpeculativeOutput(
+        output = SpeculativeOutput(
             sequences=sequences,
             text=result.text,
             token_ids=result.token_ids,
@@ -490,6 +488,7 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
             stats=result.stats,
             logprobs=result.logprobs,
         )
+        return output if wanted else sequences
 
     def close(self) -> None:
         """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""

@@ -313,9 +313,11 @@ def _maker(draft: Any, options: "LoadOptions") -> Maker:
     """Return the function that makes the draft once the target is there."""
     if isinstance(draft, Drafter):
         return lambda target, tokenizer: draft
-    if draft is None:
-        return lambda target, tokenizer: _own_draft(target, tokenizer, options)
-    return drafters.maker(draft, options, CHECKPOINTS)
+    return (
+        functools.partial(_own_draft, options=options)
+        if draft is None
+        else drafters.maker(draft, options, CHECKPOINTS)
+    )
 
 
 def _own_draft(target: Any, tokenizer: Any, options: "LoadOptions") -> Drafter:
@@ -329,9 +331,13 @@ def _own_draft(target: Any, tokenizer: Any, options: "LoadOptions") -> Drafter:
 
 def _default(target: "HuggingFaceTarget | NativeTarget") -> str:
     """Return the draft by a target's name: the head that ships for it, or its own MTP head, else recycled tokens."""
-    if target.name and embedded.draft_head(target.name) is not None:
-        return embedded.HEAD
-    return "mtp" if mtp.is_stored(target.name, target.lm) else RECYCLING
+    return (
+        embedded.HEAD
+        if target.name and embedded.draft_head(target.name) is not None
+        else "mtp"
+        if mtp.is_stored(target.name, target.lm)
+        else RECYCLING
+    )
 
 
 def _head_for(target: "HuggingFaceTarget | NativeTarget") -> likeness.Match | None:
@@ -377,6 +383,8 @@ def _size(lm: "LanguageModel") -> int:
 def _policy(policy: Any, drafter: Drafter | None, options: "LoadOptions") -> TreePolicy | None:
     if drafter is None:
         return None
-    if policy is None:
-        return policies.make(drafter.about.policy, **drafter.about.options)
-    return policies.of(policy, options.policy_options)
+    return (
+        policies.make(drafter.about.policy, **drafter.about.options)
+        if policy is None
+        else policies.of(policy, options.policy_options)
+    )

@@ -31,6 +31,7 @@ from specengine.errors import (
     require_input,
     require_or,
     require_value,
+    restating,
     shown,
 )
 from specengine.models import Target, common_prefix
@@ -111,12 +112,11 @@ class KeptDrivers:
 
     def _by_name(self, name: str, options: Mapping[str, Any]) -> Drivers:
         # as text, as options may be given as text, and need not be hashable
-        try:
+        with restating(
+            (RecursionError, ValueError),
+            lambda _: InputError(f"policy_options: got {shown(options)}, which have no text form"),
+        ):
             key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
-        except (RecursionError, ValueError) as error:
-            raise InputError(
-                f"policy_options: got {shown(options)}, which have no text form"
-            ) from error
         if key not in self._named:
             policy = None if name == PLAIN else policies.of(name, options)
             self._named[key] = self.own if policy == self.own.policy else self.of(policy)
@@ -254,9 +254,11 @@ class EngineState:
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
         """Return a new constraint made from these options, or None. May be called from any thread."""
-        if (given := asked.constrains) is None:
-            return None
-        return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+        return (
+            None
+            if (given := asked.constrains) is None
+            else self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+        )
 
     @torch.inference_mode()
     def follow(self) -> None:

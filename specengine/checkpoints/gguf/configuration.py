@@ -545,9 +545,9 @@ def require_complete(
         whole = several[0].replace("attn_k_b", "attn_kv_b")
         names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
     expected = {
-        name: part
+        name: in_file
         for key, shape in shapes.items()
-        for name, part in _split(config, names[key], turned(config, shape), rows).items()
+        for name, in_file in _split(config, names[key], turned(config, shape), rows).items()
     }
     form: Any = families.known()[config.model_type].gguf
     drafts = range(config.num_hidden_layers, MetadataFields(file).count("block_count"))
