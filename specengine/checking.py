@@ -1,7 +1,5 @@
 """Check that an answer is the target's own: token for token, or up to near-ties of the target's logits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class Certificate:
     tolerance: float
     flips: tuple[Flip, ...]
     reference: list[int]
-    answer: GenerationResult
+    answer: "GenerationResult"
 
     @property
     def flip(self) -> Flip | None:
@@ -114,8 +112,8 @@ class Certificate:
 
 
 def certify(
-    plain: Engine,
-    speculative: Engine,
+    plain: "Engine",
+    speculative: "Engine",
     prompt: Prompt,
     *,
     reference: list[int] | None = None,
@@ -158,7 +156,7 @@ class Judged(NamedTuple):
 
 
 def judge(
-    plain: Engine, prompt: Prompt, tokens: list[int], reference: list[int], **options: Any
+    plain: "Engine", prompt: Prompt, tokens: list[int], reference: list[int], **options: Any
 ) -> Judged:
     """Judge an existing answer, `tokens`, as `certify` does."""
     return _judge(
@@ -167,19 +165,20 @@ def judge(
 
 
 def _judge(
-    plain: Engine, generation: TextGeneration, tokens: list[int], reference: list[int], limit: float
+    plain: "Engine",
+    generation: "TextGeneration",
+    tokens: list[int],
+    reference: list[int],
+    limit: float,
 ) -> Judged:
     differences = (
         () if tokens == reference else tuple(_flips(plain.target, generation, tokens, reference))
     )
     end = _end(generation, tokens, Decoder(plain.tokenizer))
-    verdict: Verdict = "mismatch"
-    if end is not None:
-        if tokens == reference:
-            verdict = "exact"
-        elif differences and all(flip.gap <= limit for flip in differences):
-            verdict = "near-tie"
-    return Judged(verdict, differences, end)
+    near = tokens == reference or (differences and all(flip.gap <= limit for flip in differences))
+    if end is None or not near:
+        return Judged("mismatch", differences, end)
+    return Judged("near-tie" if differences else "exact", differences, end)
 
 
 def near_tie_logits(target: Target) -> float:
@@ -200,7 +199,7 @@ def huggingface_model(target: Target) -> PreTrainedModel:
     return target.model
 
 
-def huggingface_tokens(engine: Engine, prompt: Prompt, **options: Any) -> list[int]:
+def huggingface_tokens(engine: "Engine", prompt: Prompt, **options: Any) -> list[int]:
     """Return the greedy answer of transformers' own `generate` on the engine's model.
 
     options: those of Engine.generate. Raise InputError for sampling, where transformers draws other noise, and for
@@ -290,7 +289,7 @@ def _smallest(holds: Callable[[float], bool]) -> float:
 
 
 def _flips(
-    target: Target, generation: TextGeneration, tokens: list[int], reference: list[int]
+    target: Target, generation: "TextGeneration", tokens: list[int], reference: list[int]
 ) -> Iterator[Flip]:
     prompt = generation.prompt
     sampler = generation.options.sampler(len(prompt), target.device)
@@ -311,7 +310,7 @@ def _flips(
 
 
 def _end(
-    generation: TextGeneration, tokens: list[int], decode: Callable[[list[int]], str]
+    generation: "TextGeneration", tokens: list[int], decode: Callable[[list[int]], str]
 ) -> str | None:
     """Return the reason why the options end an answer after the last token; None if they do not, or end it before."""
     stopper = generation.options.stopper(decode)

@@ -18,14 +18,14 @@ from torch import Tensor
 from specengine import drafters, ops, policies
 from specengine.drafters import Drafter, RowDraft, Wrapped, innermost, reserve
 from specengine.drafters._wrappers import Origins
-from specengine.errors import DrafterError, InputError, NumericalError, PolicyError, SpecEngineError
+from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 from specengine.models import SharedRows, Successors, Target
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import CAPACITY, TokenTree
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
-from specengine.request.sampling import History, Sampler, Stopper, of_rows
+from specengine.request.sampling import History, Sampler, Stopper, of_rows, refuse_no_choice
 
 REST = Plan(rests=True)  # of plain decoding, and of trees that are their root alone
 MAX_REPEATED = 32  # tokens
@@ -271,9 +271,8 @@ def blame(part: TreePolicy | Drafter, method: str, error: Exception) -> NoReturn
 
 def says_enough(error: Exception) -> bool:
     """Return whether this is an error of specengine that is more than of an input, or one of the machine."""
-    if isinstance(error, SpecEngineError):
-        return type(error) is not InputError
-    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+    kinds = SpecEngineError | MemoryError | torch.OutOfMemoryError
+    return isinstance(error, kinds) and type(error) is not InputError
 
 
 @contextmanager
@@ -598,10 +597,7 @@ def verify(
     seconds.verify += -clock + (clock := time.perf_counter())
     path, tokens = walk(tree, choose, lane.commit, driver.policy)
     seconds.walk = time.perf_counter() - clock
-    if not tokens:
-        raise NumericalError(
-            f"the target's logits at position {lane.history.length} are NaN or infinite throughout"
-        )
+    refuse_no_choice(tokens[0] if tokens else None, lane.history.length)
     top = lane.sampler.logprobs
     logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
     end = None if lane.reason is None else drafted_end(tree, path, lane)

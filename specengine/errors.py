@@ -218,6 +218,12 @@ def require_supported(reason: str, holds: bool) -> None:
         raise UnsupportedModelError(reason)
 
 
+def require_or(kind: type[Exception], reason: str, holds: bool) -> None:
+    """Raise an error of this kind with this text unless `holds`."""
+    if not holds:
+        raise kind(reason)
+
+
 def require_intact(problem: str, holds: bool) -> None:
     """Raise CheckpointError with this text unless `holds`."""
     if not holds:
@@ -468,9 +474,8 @@ class Declaration:
 def option(reader: Reader | None = None, **declared: Any) -> Any:
     """Return the dataclass field of one option; the arguments are those of Declaration."""
     declaration = Declaration(reader, **declared)
-    if declaration.default is dict:
-        return dataclasses.field(default_factory=dict, metadata={KEY: declaration})
-    return dataclasses.field(default=declaration.default, metadata={KEY: declaration})
+    kind: Any = "default_factory" if declaration.default is dict else "default"
+    return dataclasses.field(**{kind: declaration.default}, metadata={KEY: declaration})
 
 
 def declared_in(options: Any) -> dict[str, Declaration]:

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from specengine.errors import (
     CacheFolderError,
@@ -16,6 +16,7 @@ from specengine.errors import (
     InputError,
     require_input,
     require_intact,
+    require_or,
     restating,
 )
 
@@ -84,9 +85,8 @@ def read_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises OSError if it cannot be read, ValueError if it holds something else."""
     with restating(RecursionError, lambda _: ValueError("it is nested too deep")):
         content = json.loads(read_text(file))
-    if not isinstance(content, dict):
-        raise ValueError("is not a JSON object")
-    return content
+    require_or(ValueError, "is not a JSON object", isinstance(content, dict))
+    return cast("dict[str, Any]", content)
 
 
 def safetensors_files(folder: Path) -> list[Path]:

@@ -11,6 +11,8 @@ def resolve(
     name_or_path: str | None, *, offline: bool = False, progress: Progress | None = None
 ) -> str:
     """Return the folder of the embedded model for its name or None; a Hub id or a local path as it is."""
-    if name_or_path is None or name_or_path == embedded.NAME:
-        return str(embedded.path(offline=offline, progress=progress))
-    return name_or_path
+    return (
+        str(embedded.path(offline=offline, progress=progress))
+        if name_or_path is None or name_or_path == embedded.NAME
+        else name_or_path
+    )

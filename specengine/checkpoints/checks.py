@@ -157,17 +157,18 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     expected = {key: list(weight.shape) for key, weight in model.named_parameters()}
     differing = []
     for file in safetensors_files(Path(name)):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                shapes = {
-                    key: opened.get_slice(key).get_shape()
-                    for key in opened.keys()  # noqa: SIM118
-                    if key in expected
-                }
-        except SafetensorError as error:
-            raise CheckpointError(
+        damaged = restating(
+            SafetensorError,
+            lambda error: CheckpointError(
                 f"model {name!r}: its weights are damaged, fetch them again ({error})"
-            ) from error
+            ),
+        )
+        with damaged, safe_open(file, framework="pt") as opened:
+            shapes = {
+                key: opened.get_slice(key).get_shape()
+                for key in opened.keys()  # noqa: SIM118
+                if key in expected
+            }
         differing += [
             f"{key} {has}, not {expected[key]}"
             for key, has in shapes.items()

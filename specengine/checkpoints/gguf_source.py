@@ -42,12 +42,10 @@ class GGUFSource(Source):
         kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
         rounded_kinds = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
         count = sum(kind in rounded_kinds for kind in kinds)
-        if not rounded_kinds:
-            return ""
         return (
             f"{self.name}: {count} matrices stored in {' and '.join(rounded_kinds).upper()} are rounded to bfloat16; "
             "dtype='float32' keeps their numbers"
-        )
+        ) * bool(rounded_kinds)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         names = {stored[0]: name for name, stored in self._stored.items()}

@@ -5,8 +5,6 @@ moves these rows by little, and appends others after them; the rows of a model t
 common with them, whatever it is called. So neither names nor tokenizers are compared: equal rows are equal ids.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -57,12 +55,12 @@ class Match(NamedTuple):
         )
 
 
-def write(folder: Path, lm: LanguageModel, name: str) -> None:
+def write(folder: Path, lm: "LanguageModel", name: str) -> None:
     """Write the record of a head's target next to it."""
     write_whole(folder / FILE, json.dumps(record(lm, name), indent=1) + "\n")
 
 
-def record(lm: LanguageModel, name: str) -> dict[str, Any]:
+def record(lm: "LanguageModel", name: str) -> dict[str, Any]:
     """Return the sizes of a model and some rows of its embeddings, under this name."""
     count = min(ROWS, lm.vocab_size)
     # at even distances, without both ends
@@ -88,13 +86,13 @@ def known() -> Iterator[KnownHead]:
                 yield KnownHead(name, folder, str(read_object(folder / FILE)["model"]))
 
 
-def find(lm: LanguageModel) -> Match | None:
+def find(lm: "LanguageModel") -> Match | None:
     """Return the known head whose target is most like a model, None where none is near."""
     matches = [match for head in known() if (match := _match(head, lm)) is not None]
     return max(matches, key=lambda match: match.likeness, default=None)
 
 
-def _match(head: KnownHead, lm: LanguageModel) -> Match | None:
+def _match(head: KnownHead, lm: "LanguageModel") -> Match | None:
     import torch  # here, as `specengine list` needs the names alone
 
     from specengine.models.eagle import MAX_APPENDED
@@ -126,7 +124,7 @@ def _match(head: KnownHead, lm: LanguageModel) -> Match | None:
     return Match(head, likeness, appended) if likeness >= NEAR else None
 
 
-def _rows(lm: LanguageModel, ids: list[int]) -> Tensor:
+def _rows(lm: "LanguageModel", ids: list[int]) -> "Tensor":
     """Return the first columns of these tokens' embeddings, int8 [rows, columns], each row scaled to its largest."""
     import torch
 

@@ -1,7 +1,5 @@
 """Models by name: which forward runs them, the source of their weights, and their tokenizer."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -51,6 +49,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require,
     require_input,
+    require_or,
     require_supported,
     restating,
     shown,
@@ -95,7 +94,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any = None
+    model: str | PreTrainedModel | None, options: "LoadOptions", tokenizer: Any = None
 ) -> LoadedModel:
     """Return the model, loaded where it is a name, and its tokenizer, unless one is given."""
     require(
@@ -165,13 +164,10 @@ def _require_there(name: str, offline: bool) -> None:
     require("model", f"{name!r:.300}", f"a path or a Hub id; {missing}", missing is None)
 
 
-def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> str | None:
+def _not_native(model: str | PreTrainedModel | None, options: "LoadOptions") -> str | None:
     """Return why no model could run on the native forward; None where it may be tried."""
-    on_cpu = (
-        options.device is None and not torch.cuda.is_available()
-    ) or options.device == torch.device("cpu")
-    if isinstance(model, PreTrainedModel):
-        on_cpu = model.device.type == "cpu"
+    device = model.device if isinstance(model, PreTrainedModel) else options.device
+    on_cpu = device == torch.device("cpu") or (device is None and not torch.cuda.is_available())
     reasons = {
         "backend='huggingface' was asked for": options.backend == "huggingface",
         "its weights are split over ranks": options.tp_plan is not None,
@@ -185,7 +181,7 @@ def _not_native(model: str | PreTrainedModel | None, options: LoadOptions) -> st
 
 
 def _native(
-    model: str | PreTrainedModel | None, options: LoadOptions, tokenizer: Any, *, short: bool
+    model: str | PreTrainedModel | None, options: "LoadOptions", tokenizer: Any, *, short: bool
 ) -> tuple[NativeLM, Any]:
     """Return the model on the native forward; short: also where it holds less of a text than the model does."""
     if isinstance(model, PreTrainedModel):
@@ -210,7 +206,7 @@ def _native(
 
 def _huggingface(
     model: str | PreTrainedModel | None,
-    options: LoadOptions,
+    options: "LoadOptions",
     tokenizer: Any,
     adapter: Adapter | None = None,
 ) -> tuple[PreTrainedModel, Any]:
@@ -270,7 +266,7 @@ def _huggingface(
     return loaded, tokenizer or _tokenizer(path if adapter is None else adapter.tokenizer, options)
 
 
-def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
+def _from_gguf(model: str, options: "LoadOptions", tokenizer: Any) -> tuple[PreTrainedModel, Any]:
     try:
         opened = open_gguf(Path(model), options.dtype)
     except UnsupportedModelError as error:
@@ -278,13 +274,15 @@ def _from_gguf(model: str, options: LoadOptions, tokenizer: Any) -> tuple[PreTra
     return _packed(opened, options, tokenizer)
 
 
-def _packed(opened: Opened, options: LoadOptions, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
+def _packed(
+    opened: "Opened", options: "LoadOptions", tokenizer: Any
+) -> tuple[PreTrainedModel, Any]:
     """Return the model of these weights; on a CUDA device its linear layers keep their blocks."""
     model = opened.source.model(packed=_on_cuda(opened.source.name, options))
     return _placed(model, options), tokenizer or _noted(opened.source.name, opened.tokenizer)
 
 
-def _on_cuda(model: str | PreTrainedModel | None, options: LoadOptions) -> bool:
+def _on_cuda(model: str | PreTrainedModel | None, options: "LoadOptions") -> bool:
     """Return whether a model by name goes to a CUDA device, where its linear layers may stay quantised."""
     return (
         not isinstance(model, PreTrainedModel)
@@ -293,7 +291,7 @@ def _on_cuda(model: str | PreTrainedModel | None, options: LoadOptions) -> bool:
     )
 
 
-def _placed(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
+def _placed(model: PreTrainedModel, options: "LoadOptions") -> PreTrainedModel:
     """Return the model on its device, quantised before, as the device may not have room for it else."""
     if options.quantize is not None:
         several = next((name for name, one in model.named_parameters() if one.dim() > 2), None)
@@ -312,7 +310,7 @@ def _placed(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
 
 
 def _read_by_transformers(
-    path: Path, options: LoadOptions, tokenizer: Any, refused: UnsupportedModelError
+    path: Path, options: "LoadOptions", tokenizer: Any, refused: UnsupportedModelError
 ) -> tuple[PreTrainedModel, Any]:
     """Return the model of a GGUF file whose architecture transformers' own reader knows, its blocks unpacked.
 
@@ -376,7 +374,7 @@ def _require_weights(
         )
 
 
-def _tokenizer(name: str, options: LoadOptions) -> Any:
+def _tokenizer(name: str, options: "LoadOptions") -> Any:
     load = partial(tokenizer_at, name, options.offline, options.trust_remote_code)
     return _noted(name, load) if name else None
 
@@ -424,10 +422,11 @@ def named_templates(stored: Any) -> dict[str, str]:
     if isinstance(stored, list):
         stored = {one["name"]: one["template"] for one in stored}
     templates = {"default": stored} if isinstance(stored, str) else stored or {}
-    if not isinstance(templates, dict) or not all(
-        isinstance(text, str) for text in templates.values()
-    ):
-        raise ValueError(f"chat_template: got {shown(stored)}, accepted a text, or texts by name")
+    require_or(
+        ValueError,
+        f"chat_template: got {shown(stored)}, accepted a text, or texts by name",
+        isinstance(templates, dict) and all(isinstance(text, str) for text in templates.values()),
+    )
     return dict(templates)
 
 
@@ -455,7 +454,7 @@ def taking_texts(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def load_tokenizer(options: LoadOptions) -> Any:
+def load_tokenizer(options: "LoadOptions") -> Any:
     """Return the tokenizer that the options hold or name; InputError where there is none of that name."""
     tokenizer = options.tokenizer
     if not isinstance(tokenizer, str | os.PathLike):
@@ -486,7 +485,7 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def require_bfloat16(options: LoadOptions, stored: torch.dtype | None) -> None:
+def require_bfloat16(options: "LoadOptions", stored: torch.dtype | None) -> None:
     """Raise UnsupportedModelError where bfloat16, asked for or stored, would run on a CUDA device without it."""
     device = options.device or default_device()
     dtype = stored if options.dtype == "auto" else options.dtype
@@ -508,7 +507,7 @@ def require_bfloat16(options: LoadOptions, stored: torch.dtype | None) -> None:
 class Opened(NamedTuple):
     """Weights, and the function that makes their tokenizer."""
 
-    source: Source
+    source: "Source"
     tokenizer: Callable[[], Any]
 
 

@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specengine.checkpoints.safetensors_file import StoredTensor
-from specengine.errors import UnsupportedModelError, require_intact, restating, shown
+from specengine.errors import (
+    UnsupportedModelError,
+    require_intact,
+    require_supported,
+    restating,
+    shown,
+)
 
 _FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_BLOCKS = "f8_e4m3"  # of a float32 scale and 64 codes, for CUDA alone
@@ -270,12 +276,12 @@ def take_format(config: PretrainedConfig) -> CodeFormat | None:
 def _one_of(fields: Mapping[str, Any], field: str, accepted: Mapping[Any, Any]) -> Any:
     """Return what stands for the value of a field; UnsupportedModelError, which names it, where it is unknown."""
     value = fields.get(field) or None
-    for key, meaning in accepted.items():
-        if value == key:
-            return meaning
+    meaning = next((meaning for key, meaning in accepted.items() if value == key), None)
     values = ", ".join(str(key or "none") for key in accepted)
-    raise UnsupportedModelError(
+    require_supported(
         f"native: quantized weights: quantization_config.{field}: got {shown(value)}, accepted {values}; "
         "transformers may run it with the library that wrote it (backend='huggingface'), and a GGUF file of the model "
-        "is read here"
+        "is read here",
+        meaning is not None,
     )
+    return meaning

@@ -100,9 +100,13 @@ class Memory:
 
 def folder_of(name: str | None) -> Path | None:
     """Return the folder that memory= names; None where nothing is written."""
-    if name == "disk":
-        return cache_dir() / "memory"
-    return None if name is None or name == "process" else Path(name)
+    return (
+        cache_dir() / "memory"
+        if name == "disk"
+        else None
+        if name in (None, "process")
+        else Path(str(name))
+    )
 
 
 def corpus(place: Path) -> Iterator[str]:

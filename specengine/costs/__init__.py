@@ -1,7 +1,5 @@
 """Costs of verifying and drafting, by number of nodes: measured on this machine, or published."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -31,8 +29,8 @@ class CostTable(NamedTuple):
     draft   float32 [width + 1], a draft pass of n nodes
     """
 
-    verify: Tensor
-    draft: Tensor
+    verify: "Tensor"
+    draft: "Tensor"
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class PassCosts:
             self._column(self.draft, self.draft_growth, width, longer, 1),
         )
 
-    def beside(self, others: int, **shared: Any) -> SharedCosts:
+    def beside(self, others: int, **shared: Any) -> "SharedCosts":
         """Return the costs of one of several texts whose rows are run together; shared: fields of SharedCosts."""
         # the others' rows read experts too: they are priced as they were when rows were measured
         changed = {
@@ -133,7 +131,7 @@ class PassCosts:
         }
 
     @classmethod
-    def from_dict(cls, content: Any) -> PassCosts:
+    def from_dict(cls, content: Any) -> "PassCosts":
         """Read the dict of `to_dict`. Raise InputError naming a field that is missing, unknown or of another type."""
         require("costs", type(content).__name__, "an object", isinstance(content, Mapping))
         fields = {item.name: item for item in dataclasses.fields(cls)}
@@ -149,7 +147,7 @@ class PassCosts:
 
     def _column(
         self, base: Points, growth: Points, count: int, longer: int, smallest: int
-    ) -> Tensor:
+    ) -> "Tensor":
         """Return costs of 0 to `count` rows; smallest: rows from which on they are flat if `padded`."""
         column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)
         if self.padded:
@@ -183,7 +181,7 @@ class SharedCosts(PassCosts):
         draft = rows.draft[::passes].clone() if self.joined else texts * rows.draft
         return CostTable(self.added(rows.verify), draft)
 
-    def added(self, rows: Tensor) -> Tensor:
+    def added(self, rows: "Tensor") -> "Tensor":
         """Return the seconds of n nodes of each text, float32 [nodes + 1]; rows: of n rows in all [nodes + texts]."""
         import torch
 
@@ -301,7 +299,7 @@ def _sorted(points: Points) -> tuple[tuple[int, float], ...]:
 
 
 @lru_cache(maxsize=64)
-def _column(points: tuple[tuple[int, float], ...], count: int) -> Tensor:
+def _column(points: tuple[tuple[int, float], ...], count: int) -> "Tensor":
     """Return costs of 0 to `count` nodes, float32 [count + 1]. Cached: a policy asks for the same points repeatedly."""
     import torch
 

@@ -1,9 +1,10 @@
 """Laws of costs by number of rows, and corrections that keep them: the seconds that cycles took, by their own rows."""
 
-import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from specengine.costs import Points
 
@@ -53,9 +54,8 @@ def lawful(points: Points, trust: Mapping[int, float] | None = None) -> Points:
         fitted = _rising(rows, fitted, weights)
         if not _bound(rows, fitted, weights):
             break
-    for place, n in enumerate(rows[1:], 1):  # what rounds of both have left
-        fitted[n] = max(fitted[n], fitted[rows[place - 1]])
-    return fitted
+    # rounds of both may leave a fall
+    return dict(zip(rows, itertools.accumulate((fitted[n] for n in rows), max), strict=True))
 
 
 def _rising(rows: Sequence[int], points: Points, weights: Mapping[int, float]) -> Points:
@@ -169,14 +169,13 @@ class Corrections:
         }
         fitted = lawful(seconds, dict(zip(rows, self._trust, strict=False)))
         logs = [math.log(fitted[n] / base[n]) for n in rows]
-        corrected = [base[0]]
+        last = len(logs) - 1
         places = itertools.chain(self._around[1:], itertools.repeat(self._around[-1]))
-        for cost, (left, right, share) in zip(base[1:], places, strict=False):
-            log = (1 - share) * logs[min(left, len(logs) - 1)] + share * logs[
-                min(right, len(logs) - 1)
-            ]
-            corrected.append(max(cost * math.exp(log), corrected[-1]))
-        return corrected
+        corrected = (
+            cost * math.exp((1 - share) * logs[min(left, last)] + share * logs[min(right, last)])
+            for cost, (left, right, share) in zip(base[1:], places, strict=False)
+        )
+        return list(itertools.accumulate(corrected, max, initial=base[0]))
 
     def exploring(self, column: Sequence[float]) -> list[float] | None:
         """Return prices under which a cycle tries a number of rows that none has, or None where no trial may pay.
@@ -227,20 +226,13 @@ class Corrections:
 
     def _guess(self) -> None:
         """Set the offsets of untried knots: between tried ones on the line, beyond them half per doubling of rows."""
-        offsets = self._offsets
         tried = [place for place, trust in enumerate(self._trust) if trust >= MIN_TRUST]
-        for place, n in enumerate(self._knots if tried else ()):
-            if place in tried:
-                continue
-            later = bisect.bisect(tried, place)
-            left = tried[max(later - 1, 0)]
-            right = tried[min(later, len(tried) - 1)]
-            distance = math.log2(n / self._knots[left])
-            if left == right:
-                offsets[place] = offsets[left] * 0.5 ** abs(distance)
-            else:
-                share = distance / math.log2(self._knots[right] / self._knots[left])
-                offsets[place] = (1 - share) * offsets[left] + share * offsets[right]
+        if tried:
+            offsets, at = np.array(self._offsets), np.log2(self._knots)
+            beyond = np.maximum(at[tried[0]] - at, at - at[tried[-1]]).clip(0)
+            guesses = np.interp(at, at[tried], offsets[tried]) * 0.5**beyond
+            guesses[tried] = offsets[tried]
+            self._offsets = guesses.tolist()
 
     def _center(self) -> None:
         """Move what the offsets of tried knots have in common into the factor.

@@ -32,7 +32,7 @@ from specengine.engine.scheduler import (
     Streams,
     Ticket,
 )
-from specengine.errors import EngineBusyError, require, require_value
+from specengine.errors import EngineBusyError, require, require_value, restating
 from specengine.models import Target, common_prefix
 from specengine.models.native import NativeTarget
 from specengine.models.native.weights import progress_bar
@@ -88,13 +88,15 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
         EngineBusyError while another thread runs a cycle.
         """
         engines = [self, *([] if self._streams is None else self._streams[1].engines)]
-        try:
+        # of a generator that is executing
+        with restating(
+            ValueError,
+            lambda _: EngineBusyError(
+                "this engine is generating in another thread; close it after that answer"
+            ),
+        ):
             for answer in [answer for engine in engines for answer in engine.answers]:
                 answer.close()
-        except ValueError as error:  # of a generator that is executing
-            raise EngineBusyError(
-                "this engine is generating in another thread; close it after that answer"
-            ) from error
         for engine in engines:
             engine.let_go()
         self._streams = None
@@ -198,9 +200,12 @@ class Engine(EngineState, AbstractContextManager["Engine"]):
             isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping),
         )
         asked = list(prompts)
-        if parallel == 1 or type(self.target) is not NativeTarget:
-            return [self.generate(one, **options) for one in progress_bar(asked, "Answers")]
-        return Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
+        joined = parallel > 1 and type(self.target) is NativeTarget
+        return (
+            Pool(self, max(1, min(parallel, len(asked)))).generate(asked, **options)
+            if joined
+            else [self.generate(one, **options) for one in progress_bar(asked, "Answers")]
+        )
 
     def astream(
         self, prompt: Prompt | None = None, *, parallel: int = 8, **options: Any

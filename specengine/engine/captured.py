@@ -434,10 +434,10 @@ class CapturedDriver(EagerDriver):
                 self._plant(root)
                 spans += self._rehearsal()
         spans[-1][2].wait()
-        seconds: dict[str, list[float]] = {name: [] for name, _, _ in spans}
-        for name, began, ended in spans:
-            seconds[name].append(ended.since(began))
-        return seconds
+        return {
+            each: [ended.since(began) for name, began, ended in spans if name == each]
+            for each in dict.fromkeys(name for name, _, _ in spans)
+        }
 
     def _rehearsal(self) -> Iterator[tuple[str, Mark, Mark]]:
         """Yield the parts of one cycle, as `_grow` and `_start` launch them, with marks before and behind them."""
@@ -530,9 +530,8 @@ class CapturedDriver(EagerDriver):
                 draft = cycle.without_ended(
                     cycle.Draft(record.tree, record.tree), record.tree.tokens.tolist(), lane.stopper
                 )
-                path = record.path[:kept]
-                if draft.kept is not None:
-                    path = [draft.kept.tolist().index(node) for node in path]
+                places = range(record.grown) if draft.kept is None else draft.kept.tolist()
+                path = [places.index(node) for node in record.path[:kept]]
                 end = None if lane.reason is None else cycle.drafted_end(draft.tree, path, lane)
                 finished = Cycle(
                     draft.tree,

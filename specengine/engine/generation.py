@@ -476,21 +476,19 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
         ):  # nobody looks at pieces meanwhile
             for _ in self:
                 pass
-        assert self.result is not None
-        wanted = self.options.return_dict_in_generate
+        result, wanted = cast(GenerationResult, self.result), self.options.return_dict_in_generate
         if wanted is None:
-            return self.result
+            return result
         sequences = torch.tensor([[*self.prompt, *self._tokens]], dtype=torch.int64, device="cpu")
-        if not wanted:
-            return sequences
-        return SpeculativeOutput(
+        output = SpeculativeOutput(
             sequences=sequences,
-            text=self.result.text,
-            token_ids=self.result.token_ids,
-            finish_reason=self.result.finish_reason,
-            stats=self.result.stats,
-            logprobs=self.result.logprobs,
+            text=result.text,
+            token_ids=result.token_ids,
+            finish_reason=result.finish_reason,
+            stats=result.stats,
+            logprobs=result.logprobs,
         )
+        return output if wanted else sequences
 
     def close(self) -> None:
         """Stop generating and free the engine; what was streamed stays valid, and a streamer is told the end."""

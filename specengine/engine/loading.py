@@ -1,7 +1,5 @@
 """Loading: from names, paths or loaded models to a target, a draft and a policy that fit together."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -60,11 +58,11 @@ class Parts:
     notes   lines for the user on how the parts fit
     """
 
-    target: HuggingFaceTarget | NativeTarget
+    target: "HuggingFaceTarget | NativeTarget"
     drafter: Drafter | None
     policy: TreePolicy | None
     tokenizer: Any
-    models: tuple[LanguageModel, ...]
+    models: "tuple[LanguageModel, ...]"
     notes: list[str]
 
 
@@ -75,7 +73,7 @@ class Recipe:
     model: str | PreTrainedModel | None
     draft: str | PreTrainedModel | Drafter | None
     policy: str | TreePolicy | None
-    options: LoadOptions
+    options: "LoadOptions"
 
     def load(self) -> Parts:
         return load(self.model, self.draft, self.policy, self.options)
@@ -88,7 +86,7 @@ class ModelWatch:
     Models that were loaded here by name are watched too, but look for no changes of theirs.
     """
 
-    models: tuple[LanguageModel, ...]
+    models: "tuple[LanguageModel, ...]"
     recipe: Recipe | None = None
 
     def follow(self, tokenizer: Any) -> Parts | None:
@@ -132,7 +130,7 @@ def load(
     model: str | PreTrainedModel | None,
     draft: str | PreTrainedModel | Drafter | None,
     policy: str | TreePolicy | None,
-    options: LoadOptions,
+    options: "LoadOptions",
 ) -> Parts:
     """Return the parts for these names; cheap checks come before any weights are read."""
     model, draft = _checked("model", model), _checked("draft", draft)
@@ -191,7 +189,7 @@ def load(
 
 
 @_as_if_alone
-def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) -> Drafter:
+def draft_for(target: "Target", tokenizer: Any, draft: str, options: "LoadOptions") -> Drafter:
     """Return one more draft for a target that is loaded, as `load` would; raises the same errors."""
     resolved = dataclasses.replace(options, graphs=target.captured)
     return cast(
@@ -199,13 +197,13 @@ def draft_for(target: Target, tokenizer: Any, draft: str, options: LoadOptions) 
     )
 
 
-def check_draft(draft: Any, options: LoadOptions) -> None:
+def check_draft(draft: Any, options: "LoadOptions") -> None:
     """Raise the errors of loading this draft that show before any weights are read."""
     _maker(draft, options)
 
 
 def _mixed(
-    draft: Any, drafter: Drafter | None, target: Target, options: LoadOptions
+    draft: Any, drafter: Drafter | None, target: "Target", options: "LoadOptions"
 ) -> Drafter | None:
     """Return the drafter with lookup, where that is wanted."""
     lookup = options.lookup
@@ -219,14 +217,13 @@ def _mixed(
         eager = target.device.type == "cpu" and not options.graphs
         # which the host drafts from in any case
         lookup = by_default and (eager or isinstance(drafter, Recycling))
-    if not lookup:
-        return drafter
-    return Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
+    recycled = None if isinstance(drafter, Recycling) else Recycling()
+    return Lookup(cast(Drafter, drafter), recycled) if lookup else drafter
 
 
 def _pair(
-    loaded: LoadedModel, draft: Any, policy: Any, drafts: bool, options: LoadOptions
-) -> tuple[HuggingFaceTarget | NativeTarget, Drafter | None]:
+    loaded: LoadedModel, draft: Any, policy: Any, drafts: bool, options: "LoadOptions"
+) -> "tuple[HuggingFaceTarget | NativeTarget, Drafter | None]":
     """Return target and draft, both for graphs or neither; no draft where none was asked for and the target has no use
     for it. UnsupportedModelError where one was."""
     target = _target(loaded, options)
@@ -252,7 +249,7 @@ def _pair(
     return target, _maker(draft, alone)(target, loaded.tokenizer) if drafts else None
 
 
-def _target(loaded: LoadedModel, options: LoadOptions) -> HuggingFaceTarget | NativeTarget:
+def _target(loaded: LoadedModel, options: "LoadOptions") -> "HuggingFaceTarget | NativeTarget":
     model = loaded.model
     if isinstance(model, NativeLM):
         return NativeTarget(model)
@@ -289,7 +286,7 @@ def _checked(field: str, name: Any) -> Any:
     return name
 
 
-def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
+def _check_names(draft: Any, policy: Any, options: "LoadOptions") -> None:
     if policy == "plain":
         require_input(
             "draft: policy 'plain' decodes without a draft; leave one of them out",
@@ -312,16 +309,18 @@ def _check_names(draft: Any, policy: Any, options: LoadOptions) -> None:
     )
 
 
-def _maker(draft: Any, options: LoadOptions) -> Maker:
+def _maker(draft: Any, options: "LoadOptions") -> Maker:
     """Return the function that makes the draft once the target is there."""
     if isinstance(draft, Drafter):
         return lambda target, tokenizer: draft
-    if draft is None:
-        return lambda target, tokenizer: _own_draft(target, tokenizer, options)
-    return drafters.maker(draft, options, CHECKPOINTS)
+    return (
+        functools.partial(_own_draft, options=options)
+        if draft is None
+        else drafters.maker(draft, options, CHECKPOINTS)
+    )
 
 
-def _own_draft(target: Any, tokenizer: Any, options: LoadOptions) -> Drafter:
+def _own_draft(target: Any, tokenizer: Any, options: "LoadOptions") -> Drafter:
     """Make the draft for a target: its own one, else the head of what it is a fine-tune of, else recycling."""
     name = _default(target)
     if name == RECYCLING and (match := _head_for(target)) is not None:
@@ -330,19 +329,23 @@ def _own_draft(target: Any, tokenizer: Any, options: LoadOptions) -> Drafter:
     return drafters.maker(name, options, CHECKPOINTS)(target, tokenizer)
 
 
-def _default(target: HuggingFaceTarget | NativeTarget) -> str:
+def _default(target: "HuggingFaceTarget | NativeTarget") -> str:
     """Return the draft by a target's name: the head that ships for it, or its own MTP head, else recycled tokens."""
-    if target.name and embedded.draft_head(target.name) is not None:
-        return embedded.HEAD
-    return "mtp" if mtp.is_stored(target.name, target.lm) else RECYCLING
+    return (
+        embedded.HEAD
+        if target.name and embedded.draft_head(target.name) is not None
+        else "mtp"
+        if mtp.is_stored(target.name, target.lm)
+        else RECYCLING
+    )
 
 
-def _head_for(target: HuggingFaceTarget | NativeTarget) -> likeness.Match | None:
+def _head_for(target: "HuggingFaceTarget | NativeTarget") -> likeness.Match | None:
     """Return the head of the model that a target is a fine-tune of; None where it is split over ranks."""
     return None if isinstance(target, ShardedTarget) else likeness.find(target.lm)
 
 
-def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter | None) -> str:
+def _note(target: "HuggingFaceTarget | NativeTarget", draft: Any, drafter: Drafter | None) -> str:
     """Return a note for the user, if the context is short or another draft may be better."""
     whole = getattr(target.lm.config, "max_position_embeddings", None) or 0
     if isinstance(target, NativeTarget) and target.lm.max_context < whole:
@@ -372,14 +375,16 @@ def _note(target: HuggingFaceTarget | NativeTarget, draft: Any, drafter: Drafter
     return ""
 
 
-def _size(lm: LanguageModel) -> int:
+def _size(lm: "LanguageModel") -> int:
     """Return how large a model is, for a comparison: its layers by the square of its width."""
     return int(lm.layers) * int(getattr(lm.config, "hidden_size", 0)) ** 2
 
 
-def _policy(policy: Any, drafter: Drafter | None, options: LoadOptions) -> TreePolicy | None:
+def _policy(policy: Any, drafter: Drafter | None, options: "LoadOptions") -> TreePolicy | None:
     if drafter is None:
         return None
-    if policy is None:
-        return policies.make(drafter.about.policy, **drafter.about.options)
-    return policies.of(policy, options.policy_options)
+    return (
+        policies.make(drafter.about.policy, **drafter.about.options)
+        if policy is None
+        else policies.of(policy, options.policy_options)
+    )

@@ -29,7 +29,9 @@ from specengine.errors import (
     InputError,
     require,
     require_input,
+    require_or,
     require_value,
+    restating,
     shown,
 )
 from specengine.models import Target, common_prefix
@@ -110,12 +112,11 @@ class KeptDrivers:
 
     def _by_name(self, name: str, options: Mapping[str, Any]) -> Drivers:
         # as text, as options may be given as text, and need not be hashable
-        try:
+        with restating(
+            (RecursionError, ValueError),
+            lambda _: InputError(f"policy_options: got {shown(options)}, which have no text form"),
+        ):
             key = name, *(f"{option}={value}" for option, value in sorted(options.items()))
-        except (RecursionError, ValueError) as error:
-            raise InputError(
-                f"policy_options: got {shown(options)}, which have no text form"
-            ) from error
         if key not in self._named:
             policy = None if name == PLAIN else policies.of(name, options)
             self._named[key] = self.own if policy == self.own.policy else self.of(policy)
@@ -224,9 +225,12 @@ class EngineState:
     @functools.cached_property
     def memory(self) -> Memory | None:
         """Return the texts that drafts copy from, by owner; None for an engine that was loaded without."""
-        if self.watch.recipe is None:
-            return None
-        return memory_of(self.drafter, self.target, self.tokenizer, self.watch.recipe.options)
+        recipe = self.watch.recipe
+        return (
+            None
+            if recipe is None
+            else memory_of(self.drafter, self.target, self.tokenizer, recipe.options)
+        )
 
     @property
     def policy(self) -> TreePolicy | None:
@@ -250,9 +254,11 @@ class EngineState:
 
     def constraint(self, asked: GenerationOptions) -> Constraint | None:
         """Return a new constraint made from these options, or None. May be called from any thread."""
-        if (given := asked.constrains) is None:
-            return None
-        return self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+        return (
+            None
+            if (given := asked.constrains) is None
+            else self.vocabularies.constraint(given[0], compiled(*given), asked.eos_token_ids)
+        )
 
     @torch.inference_mode()
     def follow(self) -> None:
@@ -279,8 +285,7 @@ class EngineState:
     @contextlib.contextmanager
     def hold(self, refusal: str) -> Iterator[None]:
         """Keep other callers out meanwhile; EngineBusyError with this text where one is in."""
-        if not self._busy.acquire(blocking=False):
-            raise EngineBusyError(refusal)
+        require_or(EngineBusyError, refusal, self._busy.acquire(blocking=False))
         try:
             yield
         finally:

@@ -254,8 +254,7 @@ def dense(rows: Rows, window: int | None = None) -> Tensor:
         mask = torch.ones(1, rows.end, dtype=torch.bool, device=rows.tokens.device)
     if window is None:
         return mask
-    assert rows.places is not None
-    return mask & (rows.places[: rows.end] > rows.positions[:, None] - window)
+    return mask & (cast(Tensor, rows.places)[: rows.end] > rows.positions[:, None] - window)
 
 
 def attend_near(
@@ -294,14 +293,13 @@ def attend_near(
 
 def _on_device(rows: Rows, slots: int, window: int) -> Tensor:
     """Return the mask as `dense`, bool [n, slots], of static shape and without a host read; padding sees itself."""
-    assert rows.places is not None
     place = torch.arange(slots, dtype=torch.int64, device=rows.tokens.device)
     node = place - rows.prefix
     bits = rows.words[:, (node // WORD_BITS).clamp(0, rows.words.shape[1] - 1)] >> (
         node % WORD_BITS
     )
     named = (bits & 1).bool() & (node < rows.seen) & (node < WORD_BITS * rows.words.shape[1])
-    near = rows.places[:slots] > rows.positions[:, None] - window
+    near = cast(Tensor, rows.places)[:slots] > rows.positions[:, None] - window
     return (((node < 0) | named) & near) | (place == (rows.slot + place[: len(rows)])[:, None])
 
 

@@ -73,11 +73,9 @@ def auto_class(config: PretrainedConfig) -> Any:
 def unsupported(name: str | Path, error: Exception, what: str) -> UnsupportedModelError:
     """Return the error for a failure of transformers, whose own text says more where it refuses on purpose."""
     text = " ".join(why(error).split())
-    if isinstance(error, OSError | ValueError):
-        return UnsupportedModelError(f"model {str(name)!r}: {text}")
-    return UnsupportedModelError(
-        f"model {str(name)!r}: {what} ({type(error).__name__}: {text:.300})"
-    )
+    if not isinstance(error, OSError | ValueError):
+        text = f"{what} ({type(error).__name__}: {text:.300})"
+    return UnsupportedModelError(f"model {str(name)!r}: {text}")
 
 
 def why(error: Exception) -> str:
@@ -245,9 +243,8 @@ def context_limit(config: Any) -> int:
         or getattr(config, "n_positions", None)
         or 1 << 20
     )
-    limit = scaled_context(config, limit)
-    if config.model_type == "xlnet":  # whose positions are relative, and its limit -1
-        limit = 1 << 20
+    # XLNet's positions are relative, and its limit -1
+    limit = 1 << 20 if config.model_type == "xlnet" else scaled_context(config, limit)
     if config.model_type in UNMASKED:
         limit = min(limit, config.sliding_window)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -298,13 +295,12 @@ def of_few_layers(
     config: PretrainedConfig, vocabulary: int, numbers: tuple[int, ...]
 ) -> PretrainedConfig:
     """Return the config of these layers alone, with a vocabulary of `vocabulary` tokens."""
-    family, fields, lists = family_of(config), config.to_dict(), {}
-    for name in _BY_LAYER:
-        # without lists that a config makes of other fields
-        if config.attribute_map.get(name, name) in fields and (
-            kinds := getattr(config, name, None)
-        ):
-            lists[name] = [kinds[number] for number in numbers]
+    family, fields = family_of(config), config.to_dict()
+    lists = {  # without those that a config makes of other fields
+        name: [kinds[number] for number in numbers]
+        for name in _BY_LAYER
+        if config.attribute_map.get(name, name) in fields and (kinds := getattr(config, name, None))
+    }
     sizes: dict[str, Any] = {
         family.fields.layers: len(numbers),
         family.fields.vocabulary: vocabulary,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specengine.errors import BackendError, require
+from specengine.errors import BackendError, require, require_or
 
 INTERFACE = 23  # as in csrc/cpu_binding.cpp
 VARIABLE = "SPECENGINE_CPU"
@@ -42,8 +42,7 @@ def is_built() -> bool:
 
 def extension() -> Any:
     """Return specengine._cpu; BackendError where it is not built."""
-    if _extension is None:
-        raise BackendError(f"native: {NOT_BUILT}")
+    require_or(BackendError, f"native: {NOT_BUILT}", is_built())
     return _extension
 
 
@@ -65,14 +64,18 @@ def instruction_set(numerics: str) -> str:
         os.environ.get(VARIABLE),
     )
     accepted = dict.fromkeys([*instruction_sets(), *instruction_sets("integer")])
-    if requested and requested not in accepted:
-        raise BackendError(
-            f"{VARIABLE}: got {requested!r}, accepted on this CPU: {', '.join(accepted)}"
-        )
+    require_or(
+        BackendError,
+        f"{VARIABLE}: got {requested!r}, accepted on this CPU: {', '.join(accepted)}",
+        not requested or requested in accepted,
+    )
     if numerics == "float32":
         usable = [name for name in usable if name not in WITH_PAIRS]
-    if not usable:
-        raise BackendError(f"native: this build has no {numerics} products for this CPU")
+    require_or(
+        BackendError,
+        f"native: this build has no {numerics} products for this CPU",
+        bool(usable),
+    )
     candidates = (requested, *_ALSO_THERE.get(requested, ())) if requested else ()
     return next((name for name in candidates if name in usable), usable[0])
 

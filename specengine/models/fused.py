@@ -206,9 +206,8 @@ class Fused:
             hidden_states.append(entered)
         normed = self._last(states, residual)
         hidden_states.append(normed)
-        kept_states = normed
-        if keep is not None:
-            kept_states = normed[keep] if isinstance(keep, slice) else normed.index_select(0, keep)
+        rows = slice(None) if keep is None else keep
+        kept_states = normed[rows] if isinstance(rows, slice) else normed.index_select(0, rows)
         selected_features = (
             torch.cat([hidden_states[i] for i in features], dim=-1) if features else None
         )

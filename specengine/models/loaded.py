@@ -279,12 +279,14 @@ class _Reading:
         """Return what all configs say that are known, and those in them."""
         facts: dict[int, Any] = {}
         while waiting := [key for key in self.configs if key not in facts]:
-            for key in waiting:
-                facts[key] = [
+            facts |= {
+                key: [
                     (name, self._frozen(value))
                     for name, value in vars(self.configs[key]).items()
                     if name not in _WITHOUT_EFFECT
                 ]
+                for key in waiting
+            }
         return facts
 
 

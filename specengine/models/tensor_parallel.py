@@ -23,6 +23,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require_input,
     require_supported,
+    restating,
 )
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
 from specengine.ops.tree import TokenTree
@@ -63,10 +64,11 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     Attention stays whole on each rank where its heads cannot be dealt out evenly. UnsupportedModelError where the model
     has no plan.
     """
-    try:
+    with restating(
+        ImportError,
+        lambda _: UnsupportedModelError("tp_plan: it needs transformers 5.18 or newer"),
+    ):
         from transformers.distributed import DistributedConfig
-    except ImportError as error:
-        raise UnsupportedModelError("tp_plan: it needs transformers 5.18 or newer") from error
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     plan: dict[str, str] = getattr(shape, "_tp_plan", None) or {}

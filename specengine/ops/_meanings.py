@@ -73,9 +73,9 @@ def doubled(values: Tensor) -> Tensor:
 @cache
 def precision(device: torch.device) -> torch.dtype:
     """Return the dtype of the most digits on a device."""
-    lacks = device.type in NO_FLOAT64
-    if device.type == "xpu":
-        lacks = not torch.xpu.get_device_properties(device).has_fp64
+    lacks = device.type in NO_FLOAT64 or (
+        device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64
+    )
     return torch.float32 if lacks else torch.float64
 
 

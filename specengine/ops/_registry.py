@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from specengine.errors import BackendError
+from specengine.errors import BackendError, require_or
 
 VARIABLE = "SPECENGINE_BACKEND"
 REFERENCE = "reference"
@@ -177,17 +177,20 @@ def _choose(name: str, device: torch.device, requested: str) -> Backend:
     if requested in ("", "auto"):
         return _best(name, device, able)
     names = requested.split(",")
-    if not set(names) <= set(_PROVIDERS):
-        raise BackendError(
-            f"{VARIABLE}={requested}: unknown, accepted: auto, {', '.join(_PROVIDERS)}"
-        )
+    require_or(
+        BackendError,
+        f"{VARIABLE}={requested}: unknown, accepted: auto, {', '.join(_PROVIDERS)}",
+        set(names) <= set(_PROVIDERS),
+    )
     missing = [key for key in names if not _loaded(key)]
     if missing:
         raise BackendError(f"{VARIABLE}={requested}: {_not_built(missing[0])}")
     taken = next((key for key in names if key in able), None)
-    if taken is not None:
-        return Backend(taken, f"{VARIABLE}={requested}", able)
-    return Backend(REFERENCE, "; ".join(_why_not(key, name, kind) for key in names), able)
+    return (
+        Backend(REFERENCE, "; ".join(_why_not(key, name, kind) for key in names), able)
+        if taken is None
+        else Backend(taken, f"{VARIABLE}={requested}", able)
+    )
 
 
 def _best(name: str, device: torch.device, able: tuple[str, ...]) -> Backend:
@@ -231,8 +234,11 @@ def _compiled(key: str, device: torch.device) -> None:
 
 def refuse_in_captures(name: str, key: str) -> None:
     """Raise BackendError within a capture: warm-ups run before, so this is the capturing code's mistake."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise BackendError(f"{name}: {key} was not tried before the capture; run it once first")
+    require_or(
+        BackendError,
+        f"{name}: {key} was not tried before the capture; run it once first",
+        not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()),
+    )
 
 
 def warn_of_fault(op_name: str, reason: str) -> None:
@@ -247,9 +253,8 @@ def _is_there(kind: str) -> bool:
 def _numbered(device: torch.device) -> torch.device:
     """Name the card: two in one machine may be of different models."""
     index: int | None = device.index
-    if device.type != "cuda" or index is not None or not torch.cuda.is_available():
-        return device
-    return torch.device(device.type, torch.cuda.current_device())
+    several = device.type == "cuda" and index is None and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if several else device
 
 
 def _why_not(name: str, op_name: str, kind: str) -> str:
@@ -288,6 +293,7 @@ def _loaded(name: str) -> dict[str, Implementation]:
 def _extension() -> dict[str, Implementation]:
     """Return the functions of specengine._ops. ImportError if it is not built, or from other sources."""
     module = importlib.import_module("specengine._ops")
-    if module.INTERFACE != INTERFACE:
-        raise ImportError("specengine._ops was built from other sources")
+    require_or(
+        ImportError, "specengine._ops was built from other sources", module.INTERFACE == INTERFACE
+    )
     return {name: function for name, function in vars(module).items() if callable(function)}

@@ -329,8 +329,10 @@ def needed(name: str, run: Implementations) -> tuple[str, ...]:
     They are the op itself, PACKED for both of these, and for ops that cannot change an answer the first of `run`'s
     that can.
     """
-    if name in PACKED:
-        return PACKED
-    if name in INPUTS:
-        return (name,)
-    return tuple(other for other in INPUTS if other in run)[:1]
+    return (
+        PACKED
+        if name in PACKED
+        else (name,)
+        if name in INPUTS
+        else tuple(other for other in INPUTS if other in run)[:1]
+    )

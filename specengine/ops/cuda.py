@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specengine.errors import BackendError
+from specengine.errors import BackendError, require_or
 from specengine.ops import queue, worth
 from specengine.ops._meanings import WORD_BITS
 from specengine.ops._registry import by_meaning
@@ -292,8 +292,7 @@ MAX_SHARED = 96 * 1024  # bytes of a block's memory, as in csrc/spec/device_wort
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Return the ops that are here; raises ImportError where NVRTC or the sources are missing."""
-    if find() is None:
-        raise ImportError("NVRTC, of torch's CUDA wheels, was not found")
+    require_or(ImportError, "NVRTC, of torch's CUDA wheels, was not found", find() is not None)
     return {
         run.__name__: run
         for run in (step_queues, extract, start_search, grow_likely, keep_likely, count_outcomes)

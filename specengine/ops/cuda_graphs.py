@@ -209,9 +209,11 @@ class Mark:
 
     def since(self, earlier: Self) -> float:
         """Return the seconds since another mark of the device, which has come to both."""
-        if self._event is None or earlier._event is None:
-            return self._at - earlier._at
-        return earlier._event.elapsed_time(self._event) / 1e3
+        return (
+            self._at - earlier._at
+            if self._event is None or earlier._event is None
+            else earlier._event.elapsed_time(self._event) / 1e3
+        )
 
 
 def clear_workspaces() -> None:

@@ -234,9 +234,11 @@ class Drafted(NamedTuple):
 
 def ids_with(step: "Drafted | Step", new: list[int]) -> Tensor:
     """Return the target's ids of the step's columns and of new ones after them."""
-    ids = step.token_ids
-    if ids is None:
-        ids = torch.arange(step.logits.shape[1], device=step.logits.device, dtype=torch.int64)
+    ids = (
+        torch.arange(step.logits.shape[1], device=step.logits.device, dtype=torch.int64)
+        if step.token_ids is None
+        else step.token_ids
+    )
     return torch.cat([ids, ids.new_tensor(new)])
 
 

@@ -6,7 +6,7 @@ A number is what a rule computes with: Python's where reading it is free, else a
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -732,20 +732,14 @@ class TokenTree:
     def __init__(self, capacity: int, device: torch.device | str = "cpu", token: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
-        if (kind := torch.device(device)).type != FREE:
-            _divide(self, _blank_memory(capacity, kind).clone(), capacity)
-            self.tokens[:1].fill_(token)
-            return
-        nodes, ancestors, numbers = _blank(capacity, device)
-        tokens, parents, depths = nodes.clone().unbind()
-        log_probs, paths = torch.zeros(2, capacity, device=device, dtype=torch.float32).unbind()
-        size, passes, overflow = numbers.clone().unbind()
-        tokens[:1].fill_(token)
-        _fill(
-            self,
-            (tokens, parents, depths, log_probs, paths, ancestors.clone()),
-            (size, passes, overflow),
-        )
+        blank = _blank(capacity, torch.device(device))
+        if is_free(blank.size):  # small copies take less time than dividing one
+            arrays: Any = tuple(array.clone() for array in blank.arrays)
+            counters: Any = tuple(counter.clone() for counter in blank.counters)
+            _fill(self, arrays, counters)
+        else:
+            _divide(self, cast(Tensor, blank.memory).clone(), capacity)
+        self.tokens[:1].fill_(token)
 
     @classmethod
     def root(cls, token: int, capacity: int = 1, device: torch.device | str = "cpu") -> "TokenTree":
@@ -757,9 +751,9 @@ class TokenTree:
         """Return a tree of the root alone that stays one. All but its token is what other such trees have too."""
         if device.type != FREE:
             return cls(1, device, token)
-        arrays, counters = _blank_alone()
+        blank = _blank(1, device)
         tokens = torch.tensor([token], dtype=torch.int64, device=device)
-        return _fill(cls.__new__(cls), (tokens, *arrays), counters)
+        return _fill(cls.__new__(cls), (tokens, *blank.arrays[1:]), blank.counters)
 
     @classmethod
     def of(
@@ -941,8 +935,7 @@ class TokenTree:
                 )
                 self.staged = _divide(TokenTree.__new__(TokenTree), memory, self.capacity)
             self.staged.copy_(tree)
-            assert self.staged.memory is not None
-            self.memory.copy_(self.staged.memory, non_blocking=pinned)
+            self.memory.copy_(cast(Tensor, self.staged.memory), non_blocking=pinned)
             return
         size, words = tree.capacity, tree.ancestors.shape[1]
         for array, values in zip(self.arrays[:5], tree.arrays, strict=False):
@@ -991,36 +984,13 @@ def _divide(tree: TokenTree, memory: Tensor, capacity: int) -> TokenTree:
 
 
 @lru_cache(maxsize=16)
-def _blank_memory(capacity: int, device: torch.device) -> Tensor:
-    """Return the memory of a tree of the root alone."""
+def _blank(capacity: int, device: torch.device) -> TokenTree:
+    """Return the tree of the root alone that others of this capacity begin as copies of."""
     room, words = -(-capacity // 4) * 4, -(-capacity // WORD_BITS)
     memory = torch.zeros(room * (4 + words) + 6, dtype=torch.int64, device="cpu")
     tree = _divide(TokenTree.__new__(TokenTree), memory, capacity)
     tree.parents[0], tree.ancestors[0, 0], tree.size[0] = -1, 1, 1
-    return memory.to(device)
-
-
-@lru_cache(maxsize=16)
-def _blank(capacity: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a tree of the root alone begins with: tokens, parents and depths, ancestors, and counters."""
-    nodes = torch.zeros(3, capacity, dtype=torch.int64, device=device)
-    nodes[1, 0] = -1
-    ancestors = torch.zeros(capacity, -(-capacity // WORD_BITS), dtype=torch.int64, device=device)
-    ancestors[0, 0] = 1
-    return nodes, ancestors, torch.tensor([[1], [0], [0]], dtype=torch.int32, device=device)
-
-
-@cache
-def _blank_alone() -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Counters]:
-    """Return what trees of a root alone on the host have in common: arrays but the tokens, and counters."""
-    tree = TokenTree(1, torch.device(FREE))
-    return (
-        tree.parents,
-        tree.depths,
-        tree.log_probs,
-        tree.path_log_probs,
-        tree.ancestors,
-    ), tree.counters
+    return _divide(TokenTree.__new__(TokenTree), memory.to(device), capacity)
 
 
 CAPACITY = "capacity: "  # how the error of a full tree begins, before it is said whose

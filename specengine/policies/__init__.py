@@ -212,8 +212,7 @@ class PerDevice(dict[torch.device, T]):
         self._make = make
 
     def __missing__(self, device: torch.device) -> T:
-        self[device] = self._make(device)
-        return self[device]
+        return self.setdefault(device, self._make(device))
 
 
 # ---- the contract of a policy, and errors of policies that break it

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specengine import ops
-from specengine.errors import InputError, require_input, restating
+from specengine.errors import InputError, require_input, require_or, restating
 from specengine.policies import require, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read
 
@@ -147,9 +147,14 @@ class Networks(nn.Module):
 
 def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Sequential:
     sizes = [inputs, *hidden, outputs]
-    layers: list[nn.Module] = []
-    for a, b in pairwise(sizes):
-        layers += [nn.Linear(a, b, dtype=torch.float32, device="cpu"), ACTIVATIONS[activation]()]
+    layers: list[nn.Module] = [
+        layer
+        for a, b in pairwise(sizes)
+        for layer in (
+            nn.Linear(a, b, dtype=torch.float32, device="cpu"),
+            ACTIVATIONS[activation](),
+        )
+    ]
     return nn.Sequential(*layers[:-1])
 
 
@@ -189,8 +194,11 @@ def load(networks: str) -> Trained:
         ),
     ):
         state, facts = read(file)
-        if (facts["format"], facts["kind"]) != (FORMAT, "ltd"):
-            raise ValueError(f"it is of kind {facts['kind']}, format {facts['format']}")
+        require_or(
+            ValueError,
+            f"it is of kind {facts['kind']}, format {facts['format']}",
+            (facts["format"], facts["kind"]) == (FORMAT, "ltd"),
+        )
         shape = LtdShape(
             **cast(
                 "dict[str, Any]",

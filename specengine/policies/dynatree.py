@@ -163,8 +163,7 @@ class DynaTree(TreePolicy):
         return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)
 
     def learn(self, outcome: "Outcome") -> None:
-        cycle = outcome.cycle
-        assert cycle is not None  # it keeps no state on a device
+        cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not self.history or not height:
             return

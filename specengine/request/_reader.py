@@ -71,11 +71,8 @@ def fill_templates(folder: str) -> Callable[..., dict[str, str]]:
             raise  # the process has grown enough
         except Exception as error:  # a template raises what it likes
             return {"fault": str(error) or type(error).__name__}
-        if len(text) > MAX_TEXT:
-            return {
-                "fault": f"it makes a text of {len(text)} characters, accepted up to {MAX_TEXT}"
-            }
-        return {"text": text}
+        fault = f"it makes a text of {len(text)} characters, accepted up to {MAX_TEXT}"
+        return {"fault": fault} if len(text) > MAX_TEXT else {"text": text}
 
     return fill
 

@@ -1,6 +1,7 @@
 """Read transformers' generation configs: the call's own, then the model's."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import (
@@ -15,7 +16,15 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from specengine.errors import InputError, require, require_input, require_value, shown
+from specengine.errors import (
+    InputError,
+    require,
+    require_input,
+    require_or,
+    require_value,
+    restating,
+    shown,
+)
 from specengine.registry import plain
 from specengine.request.sampling import Processor
 
@@ -103,9 +112,10 @@ def read_call(prompt: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
         value = plain(arguments.pop(name, None))
         fits = value is None or _holds_only(neutral, value)
         require_value(name, value, f"{shown(neutral)}: {instead}", fits)
-    for name in WITHOUT_EFFECT.keys() - _WITH_EFFECT_IN_CALLS:
-        arguments.pop(name, None)
-    return prompts.popitem()[1], arguments
+    ignored = WITHOUT_EFFECT.keys() - _WITH_EFFECT_IN_CALLS
+    return prompts.popitem()[1], {
+        name: value for name, value in arguments.items() if name not in ignored
+    }
 
 
 def _holds_only(number: Any, value: Any) -> bool:
@@ -156,9 +166,8 @@ class Configured:
 
     def take(self, options: Mapping[str, Any]) -> None:
         """Take over the options, by name, that a processor below is made of: they go before the configs' values."""
-        for name in (*BEFORE, *BEGINNING, *ABOVE_TOP_K, *CUTOFFS):
-            if options.get(name) is not None:
-                self.values[name] = options[name]
+        names = (*BEFORE, *BEGINNING, *ABOVE_TOP_K, *CUTOFFS)
+        self.values |= {name: options[name] for name in names if options.get(name) is not None}
 
     def check(self, context: Mapping[str, Any], *, samples: bool) -> None:
         """Raise InputError for what transformers' processors refuse."""
@@ -171,19 +180,8 @@ class Configured:
         for name, make in makers.items():
             if (value := self.values.get(name)) is None:
                 continue
-            try:
+            with refusing(f"generation_config.{name}", value):
                 processors.append(make(value, **context))
-            except (
-                TypeError,
-                ValueError,
-                AttributeError,
-                KeyError,
-                IndexError,
-                RuntimeError,
-            ) as error:
-                raise InputError(
-                    f"generation_config.{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
-                ) from error
         return [processor for processor in processors if processor is not None]
 
 
@@ -213,6 +211,16 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def refusing(name: str, value: Any) -> AbstractContextManager[None]:
+    """Raise InputError, which names an option and its value, for what transformers' processors raise."""
+    return restating(
+        (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError),
+        lambda error: InputError(
+            f"{name}: got {shown(value)}, which transformers refuses ({error!s:.300})"
+        ),
+    )
+
+
 def _support(name: str, value: Any, remedy: str, holds: bool) -> None:
     require_input(
         f"generation_config.{name}: {shown(value)} is not supported by speculative decoding here; {remedy}",
@@ -224,8 +232,7 @@ def _support(name: str, value: Any, remedy: str, holds: bool) -> None:
 
 
 def _decay(value: Any, eos: list[int], prompt_length: int, **_: Any) -> Processor | None:
-    if not eos:
-        raise ValueError("it needs eos_token_id, the end of an answer")
+    require_or(ValueError, "it needs eos_token_id, the end of an answer", bool(eos))
     return ExponentialDecayLengthPenalty(tuple(value), eos, prompt_length)
 
 

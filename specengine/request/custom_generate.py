@@ -79,14 +79,13 @@ class CustomGenerate:
             if self.streamer is not None:
                 self.streamer.end()  # its reader waits for that, after a failure too
         sequences = torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=1)
-        if not config.return_dict_in_generate:
-            return sequences
-        return SpeculativeOutput(
+        output = SpeculativeOutput(
             sequences=sequences,
             token_ids=tokens,
             finish_reason=stopper.last_reason,
             stats=self.stats,
         )
+        return output if config.return_dict_in_generate else sequences
 
     def _check(
         self, model: PreTrainedModel, input_ids: Tensor, config: Any, inputs: dict[str, Any]

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, cast
 
 import torch
 from transformers import (
@@ -20,7 +21,6 @@ from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLo
 
 from specengine.errors import (
     MAX_NUMBER,
-    InputError,
     require,
     require_input,
     require_options,
@@ -173,12 +173,11 @@ class GenerationOptions(DeclaredOptions):
     def stopper(
         self, decode: Callable[[list[int]], str], constraint: Constraint | None = None
     ) -> Stopper:
-        assert self.max_new_tokens is not None
         criteria = list(self.stopping_criteria or [])
         if self.max_time is not None:
             criteria.append(MaxTimeCriteria(self.max_time))
         return Stopper(
-            self.max_new_tokens,
+            cast(int, self.max_new_tokens),
             self.eos_token_ids,
             self.stops,
             criteria,
@@ -202,41 +201,54 @@ class GenerationOptions(DeclaredOptions):
         return Sampler(chain, self.seed, self.logprobs, coupled=self.coupled)
 
     def _penalties(self, prompt_length: int, device: Any) -> Iterator[Processor]:
-        eos = self.eos_token_ids
-        if self.sequence_bias:
-            yield SequenceBiasLogitsProcessor(self.sequence_bias)
-        if self.repetition_penalty not in (None, 1.0):
-            yield RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))
-        if self.presence_penalty or self.frequency_penalty:
-            yield PresenceFrequencyPenalty(
-                self.presence_penalty, self.frequency_penalty, prompt_length
-            )
-        if self.no_repeat_ngram_size:
-            yield NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size)
-        if self.bad_words_ids:
-            yield NoBadWordsLogitsProcessor(self.bad_words_ids, eos or None)
-        if self.min_new_tokens and eos:
-            yield MinNewTokensLengthLogitsProcessor(
-                prompt_length, self.min_new_tokens, eos, device=device
-            )
-        context = self._context(prompt_length, device)
+        of: Any = self  # whose values are none where they do not apply
+        eos, context = self.eos_token_ids, self._context(prompt_length, device)
+        yield from _applied(
+            (of.sequence_bias, lambda: SequenceBiasLogitsProcessor(of.sequence_bias)),
+            (
+                of.repetition_penalty not in (None, 1.0),
+                lambda: RepetitionPenaltyLogitsProcessor(float(of.repetition_penalty)),
+            ),
+            (
+                of.presence_penalty or of.frequency_penalty,
+                lambda: PresenceFrequencyPenalty(
+                    of.presence_penalty, of.frequency_penalty, prompt_length
+                ),
+            ),
+            (
+                of.no_repeat_ngram_size,
+                lambda: NoRepeatNGramLogitsProcessor(of.no_repeat_ngram_size),
+            ),
+            (of.bad_words_ids, lambda: NoBadWordsLogitsProcessor(of.bad_words_ids, eos or None)),
+            (
+                of.min_new_tokens and eos,
+                lambda: MinNewTokensLengthLogitsProcessor(
+                    prompt_length, of.min_new_tokens, eos, device=device
+                ),
+            ),
+        )
         yield from self._configured.processors(configs.BEFORE, context)
-        if self.suppress_tokens:
-            yield SuppressTokensLogitsProcessor(self.suppress_tokens, device=device)
+        suppress = partial(SuppressTokensLogitsProcessor, of.suppress_tokens, device=device)
+        yield from _applied((of.suppress_tokens, suppress))
         yield from self._configured.processors(configs.BEGINNING, context)
 
     def _truncations(self, device: Any) -> Iterator[Processor]:
-        if self.temperature not in (None, 1.0):
-            yield TemperatureLogitsWarper(float(self.temperature))
+        of: Any = self
+        temperature = (
+            of.temperature not in (None, 1.0),
+            lambda: TemperatureLogitsWarper(float(of.temperature)),
+        )
+        yield from _applied(temperature)
         yield from self._configured.processors(configs.ABOVE_TOP_K, {})
-        if self.top_k:
-            yield TopKLogitsWarper(self.top_k)
-        if self.top_p is not None and self.top_p < 1:
-            yield TopP(self.top_p)
-        if self.min_p:
-            yield MinPLogitsWarper(self.min_p)
-        if self.typical_p is not None and self.typical_p < 1:
-            yield TypicalLogitsWarper(self.typical_p)
+        yield from _applied(
+            (of.top_k, lambda: TopKLogitsWarper(of.top_k)),
+            (of.top_p is not None and of.top_p < 1, lambda: TopP(of.top_p)),
+            (of.min_p, lambda: MinPLogitsWarper(of.min_p)),
+            (
+                of.typical_p is not None and of.typical_p < 1,
+                lambda: TypicalLogitsWarper(of.typical_p),
+            ),
+        )
         yield from self._configured.processors(configs.CUTOFFS, {"device": device})
 
     def _context(self, prompt_length: int, device: Any) -> dict[str, Any]:
@@ -290,23 +302,17 @@ class GenerationOptions(DeclaredOptions):
         named = ("sequence_bias", "bad_words_ids", "suppress_tokens")
         for name in (name for name in named if getattr(self, name) is not None):
             alone = GenerationOptions(**{name: getattr(self, name)})
-            try:
+            with configs.refusing(name, getattr(self, name)):
                 alone.sampler(prompt_length, "cpu")
-            except (
-                TypeError,
-                ValueError,
-                AttributeError,
-                KeyError,
-                IndexError,
-                RuntimeError,
-            ) as error:
-                raise InputError(
-                    f"{name}: got {shown(getattr(self, name))}, which transformers refuses ({error!s:.300})"
-                ) from error
         bias = self.sequence_bias or {}
         values = bias.values() if isinstance(bias, Mapping) else [value for _, value in bias]
         fits = all(value <= MAX_NUMBER for value in values)  # which NaN is not
         require("sequence_bias", self.sequence_bias, f"biases up to {MAX_NUMBER:g}", fits)
+
+
+def _applied(*processors: tuple[Any, Callable[[], Processor]]) -> Iterator[Processor]:
+    """Return the processors that these make, each after whether it applies."""
+    return (make() for applies, make in processors if applies)
 
 
 IN_CONFIGS = declarations().keys() & vars(GenerationConfig()).keys()

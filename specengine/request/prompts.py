@@ -18,6 +18,7 @@ from specengine.errors import (
     InputError,
     require,
     require_input,
+    require_or,
     require_value,
     restating,
     shown,
@@ -107,9 +108,11 @@ class Room:
     def _too_long(self, field: str, message: str, tokens: int) -> InputError:
         """Return the error for a text of at least that many tokens."""
         message = f"{field}: {message}"
-        if field != "prompt":
-            return InputError(message)
-        return ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
+        return (
+            ContextLengthError(message, tokens, self.tokens, self.tokens - 1, at_least=True)
+            if field == "prompt"
+            else InputError(message)
+        )
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -119,19 +122,9 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the texts in pieces of at most that many characters, short ones together."""
-    waiting: list[str] = []
-    letters = 0
-    for text in texts:
-        for start in range(0, len(text), most):
-            cut = text[start : start + most]
-            if letters + len(cut) > most:
-                yield "".join(waiting)
-                waiting, letters = [], 0
-            waiting.append(cut)
-            letters += len(cut)
-    if waiting:
-        yield "".join(waiting)
+    """Return the texts, one after the other, in pieces of that many characters."""
+    whole = "".join(texts)
+    return (whole[start : start + most] for start in range(0, len(whole), most))
 
 
 # ---- prompts
@@ -508,8 +501,7 @@ def filled(
         except NoReaderError:
             log.warning("chat templates are filled in this process, as no other can be started")
             return str(render_jinja_template([conversation], **options)[0][0])
-        if "fault" in answer:
-            raise ValueError(answer["fault"])
+        require_or(ValueError, answer.get("fault", ""), "fault" not in answer)
         return str(answer["text"])
 
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specengine.errors import require_or, restating
+
 MAX_BYTES = 1 << 28
 # reading the text afterwards needs more, so that nothing fails there that did not here
 STACK_BYTES = 1 << 28
@@ -70,7 +72,7 @@ class ReadingProcess:
             }
         )
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        try:
+        with restating(OSError, lambda _: NoReaderError()):
             self._process: Any = subprocess.Popen(
                 [sys.executable, "-I", "-S", script, arguments],
                 stdin=pipe,
@@ -78,8 +80,6 @@ class ReadingProcess:
                 stderr=nothing,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
-        except OSError as error:
-            raise NoReaderError from error
         self._is_ready, self.is_late = False, False
 
     def ask(self, line: bytes, seconds: float) -> bytes:
@@ -148,18 +148,27 @@ class Readers:
         else:
             self._idle.append(reader)
         if not answer and reader.is_late:
-            if not self._slow.acquire(timeout=seconds):
-                raise TimeoutError("others that take long are read before it; try again later")
+            require_or(
+                TimeoutError,
+                "others that take long are read before it; try again later",
+                self._slow.acquire(timeout=seconds),
+            )
             try:
                 reader = ReadingProcess(self.kind, _NICENESS)
                 answer = reader.ask(line, seconds)
                 reader.close()
             finally:
                 self._slow.release()
-            if not answer and reader.is_late:
-                raise TimeoutError(f"{self.kind.work} takes more than {seconds:g} s")
-        if not answer:
-            raise MemoryError(f"{self.kind.work} fails, or takes more than {MAX_BYTES >> 20} MB")
+            require_or(
+                TimeoutError,
+                f"{self.kind.work} takes more than {seconds:g} s",
+                bool(answer) or not reader.is_late,
+            )
+        require_or(
+            MemoryError,
+            f"{self.kind.work} fails, or takes more than {MAX_BYTES >> 20} MB",
+            bool(answer),
+        )
         return json.loads(answer)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -120,13 +120,12 @@ class Sampler:
     @property
     def temperature(self) -> float:
         """Return the temperature that tokens are drawn at; 0 if they are not drawn."""
-        if self.seed is None:
-            return 0.0
-        return math.prod(
+        drawn = math.prod(
             float(item.temperature)
             for item in self.processors
             if isinstance(item, TemperatureLogitsWarper)
         )
+        return 0.0 if self.seed is None else drawn
 
     @property
     def truncates(self) -> bool:
@@ -154,10 +153,8 @@ class Sampler:
         One transfer from a device. Only for choices that do not read the history.
         """
         if self.seed is None:
-            assert not self.processors
             return ops.choose_tokens(logits).tolist()
-        filters = self.row_filter
-        assert filters is not None
+        filters = cast(RowFilter, self.row_filter)
         whole = ops.sent([signed(self.seed), filters.top_k, *positions], torch.int64, logits.device)
         shares = [filters.temperature, filters.top_p, filters.min_p, 1.0]
         divisor, top_p, min_p, one = ops.sent(shares, torch.float32, logits.device).split(1)
@@ -210,13 +207,10 @@ class Sampler:
                     f"logits processor {name} returned {got}, not shape {(1, *scores.shape)}"
                 )
             best = float(rows.max())
-            if best != best or best == float("inf"):
+            if not math.isfinite(best):
+                fault = "left no token" if best == MINUS_INF else "returned NaN or infinity"
                 raise ProcessorError(
-                    f"logits processor {name} returned NaN or infinity at position {history.length}"
-                )
-            if best == MINUS_INF:
-                raise ProcessorError(
-                    f"logits processor {name} left no token at position {history.length}"
+                    f"logits processor {name} {fault} at position {history.length}"
                 )
         return rows[0]
 

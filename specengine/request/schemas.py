@@ -12,6 +12,8 @@ from itertools import pairwise
 from typing import Any, cast
 from urllib.parse import unquote
 
+from specengine.errors import require_or, restating
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
 _SIDES = ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum"))
@@ -50,10 +52,11 @@ def _constant(text: str) -> Any:
 
 
 def _decimal(text: str) -> Decimal:
-    try:
+    with restating(
+        DecimalException,
+        lambda _: ValueError(f"number {text:.40}: its exponent is too large"),
+    ):
         return Decimal(text)
-    except DecimalException as error:
-        raise ValueError(f"number {text:.40}: its exponent is too large") from error
 
 
 def rewritten(schema: Any) -> Any:
@@ -89,15 +92,17 @@ def _member(key: str, value: Any, divisors: list[Fraction]) -> Any:
     if key in _VALUES:
         return _exact_values(key, value)
     if key in _MAPS and isinstance(value, dict):
-        if any(_is_number(inner) for inner in value.values()):
-            raise ValueError(f"{key}: a number is no schema")
+        require_or(
+            ValueError, f"{key}: a number is no schema", not any(map(_is_number, value.values()))
+        )
         return {name: _rewritten(inner, divisors) for name, inner in value.items()}
     if key == "$ref" and isinstance(value, str):
         steps = unquote(value).split("/")
-        if any(step in _VALUES and before not in _MAPS for before, step in pairwise(steps)):
-            raise ValueError(
-                f"$ref: {value!r:.80} leads to a value, accepted are those that lead to a schema"
-            )
+        require_or(
+            ValueError,
+            f"$ref: {value!r:.80} leads to a value, accepted are those that lead to a schema",
+            not any(step in _VALUES and before not in _MAPS for before, step in pairwise(steps)),
+        )
     return value if _is_number(value) else _rewritten(value, divisors)
 
 
@@ -116,10 +121,11 @@ def _exact_values(key: str, value: Any) -> Any:
 
 
 def _require_exact(key: str, value: Any, holds: bool) -> None:
-    if not holds:
-        raise ValueError(
-            f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64"
-        )
+    require_or(
+        ValueError,
+        f"{key}: {value!s:.60} cannot be kept exactly, accepted are up to 15 digits, or float64",
+        holds,
+    )
 
 
 def _exact_integer(key: str, value: int) -> int:
@@ -172,8 +178,8 @@ def _bound(
     key: str, value: Decimal | int, sign: int, *, opened: bool, integer: bool, nearest: Decimal
 ) -> float | int:
     """Return the inclusive bound; sign: 1 of a lower one, -1 of an upper one; nearest: the bound next to 0."""
+    exact = Decimal(value)
     if not integer:
-        exact = Decimal(value)
         if not opened or abs(exact) >= 2**63:
             return _exact_number(key, exact)
         last = exact.adjusted() - _DIGITS if exact else -max(_TINY, 4 - nearest.adjusted())
@@ -184,7 +190,6 @@ def _bound(
         step = next((step for step in steps if float(step) == _as_read(float(step))), None)
         _require_exact(key, value, step is not None)
         return _exact_number(key, cast(Decimal, step))
-    exact = Decimal(value)
     if exact * sign < -_MAX_INT:  # farther than integers are written here
         return _MIN_INT if sign > 0 else _MAX_INT
     _require_exact(key, value, abs(exact) < 2**63)
@@ -200,8 +205,11 @@ def _divisor(value: Decimal | int) -> Fraction:
         number *= 10
         decimals += 1
     exact = Fraction(int(number), 10**decimals)
-    if not exact or exact != Fraction(value):
-        raise ValueError(f"multipleOf: {value!s:.60} cannot be kept exactly")
+    require_or(
+        ValueError,
+        f"multipleOf: {value!s:.60} cannot be kept exactly",
+        0 != exact == Fraction(value),
+    )
     return _common_multiple(exact, exact)
 
 
@@ -217,10 +225,11 @@ def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
     )
     result = Fraction(math.lcm(int(one * scale), int(other * scale)), scale or 1)
     steps = next((result * 10**places for places in range(10) if not result * 10**places % 1), 0)
-    if not 0 < steps <= _MAX_DIVISOR or one * other * scale**2 >= 2**32:
-        raise ValueError(
-            f"multipleOf: accepted are up to {_MAX_DIVISOR} steps, those of one schema together"
-        )
+    require_or(
+        ValueError,
+        f"multipleOf: accepted are up to {_MAX_DIVISOR} steps, those of one schema together",
+        0 < steps <= _MAX_DIVISOR and one * other * scale**2 < 2**32,
+    )
     return result
 
 

@@ -44,17 +44,6 @@ class Decoder:
 
     def __call__(self, tokens: list[int]) -> str:
         if self.shown.isdisjoint(tokens):
-            if (
-                tokens and not self._without_text and self.tokenizer is not None
-            ):  # the usual case, several per cycle
-                try:
-                    text = self.tokenizer.decode(tokens, **self._options)
-                except ENDS:
-                    raise
-                except BaseException:  # looked into below
-                    text = None
-                if isinstance(text, str):
-                    return text
             return self._text(tokens)
         parts, start = [], 0
         for at, token in enumerate(tokens):

@@ -85,22 +85,14 @@ class TracedCycle:
     @cached_property
     def ranks(self) -> list[int]:
         """The rank of each node among its siblings, from 1; 0 for the root."""
-        ranks = [0] * len(self.tokens)
-        for nodes in self.children:
-            for rank, node in enumerate(nodes, start=1):
-                ranks[node] = rank
-        return ranks
+        places = {n: rank for nodes in self.children for rank, n in enumerate(nodes, start=1)}
+        return [places.get(node, 0) for node in range(len(self.tokens))]
 
     @cached_property
     def states(self) -> list[str]:
         """The state of each node: root, accepted, rejected (verified, but not accepted) or pruned (never verified)."""
-        states = [PRUNED] * len(self.tokens)
-        for node in self.kept:
-            states[node] = REJECTED
-        for node in self.accepted:
-            states[node] = ACCEPTED
-        states[0] = ROOT
-        return states
+        verified = dict.fromkeys(self.kept, REJECTED) | dict.fromkeys(self.accepted, ACCEPTED)
+        return [ROOT, *(verified.get(node, PRUNED) for node in range(1, len(self.tokens)))]
 
 
 @dataclass(frozen=True)
@@ -335,13 +327,9 @@ def _check_tree(record: dict[str, Any], where: str) -> None:
     )
     size = len(tokens)
     require("tokens", "at least the root", size > 0)
-    for name in ("texts", "parents", "probabilities", "path_probabilities"):
-        require(name, f"{size} entries, as many as tokens", len(record[name]) == size)
-    require(
-        "origins",
-        f"{size} entries, as many as tokens",
-        record["origins"] is None or len(record["origins"]) == size,
-    )
+    for name in ("texts", "parents", "probabilities", "path_probabilities", "origins"):
+        whole = record[name] is None or len(record[name]) == size  # origins may be left out
+        require(name, f"{size} entries, as many as tokens", whole)
     ordered = parents[0] == -1 and all(
         0 <= parent < node for node, parent in enumerate(parents[1:], start=1)
     )

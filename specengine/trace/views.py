@@ -142,11 +142,16 @@ def _hash(text: str) -> str:
 
 
 def _run(trace: Trace) -> dict[str, Any]:
-    texts: dict[int, str] = {}
-    for query in trace.queries:
-        for cycle in query.cycles:
-            texts.update(zip(cycle.tokens, cycle.texts, strict=True))
-            texts.update(zip(cycle.committed, cycle.committed_texts, strict=True))
+    texts = {
+        token: text
+        for query in trace.queries
+        for cycle in query.cycles
+        for tokens, of_tokens in (
+            (cycle.tokens, cycle.texts),
+            (cycle.committed, cycle.committed_texts),
+        )
+        for token, text in zip(tokens, of_tokens, strict=True)
+    }
     return {
         "file": trace.file.name,
         "model": trace.model,

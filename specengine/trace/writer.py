@@ -1,7 +1,5 @@
 """Write a trace while an engine generates."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform
@@ -33,7 +31,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
     Each record is written completely before the generation continues. So the trace of a killed run can be read.
     """
 
-    def __init__(self, file: str | Path, engine: Engine) -> None:
+    def __init__(self, file: str | Path, engine: "Engine") -> None:
         self._texts = Texts(engine.tokenizer)
         self._name = file = Path(file)
         with writing(file, "trace"):
@@ -57,7 +55,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def follow(self, generation: TextGeneration) -> Generator[StreamPiece, None, None]:
+    def follow(self, generation: "TextGeneration") -> "Generator[StreamPiece, None, None]":
         """Yield the pieces of `generation`, each written to the file first.
 
         Closing this iterator, or an error, ends the query in the file without a finish reason.
@@ -100,12 +98,12 @@ class Texts:
         return self._known[token]
 
 
-def cycle_record(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> dict[str, Any]:
+def cycle_record(cycle: "Cycle", text: str, text_of: Callable[[int], str]) -> dict[str, Any]:
     """Return the trace record of a cycle that added `text` to the answer. text_of: returns the text of a token."""
     return {"record": "cycle", **vars(traced(cycle, text, text_of))}
 
 
-def traced(cycle: Cycle, text: str, text_of: Callable[[int], str]) -> TracedCycle:
+def traced(cycle: "Cycle", text: str, text_of: Callable[[int], str]) -> TracedCycle:
     """Return the traced cycle of a cycle that added `text` to the answer. text_of: returns the text of a token."""
     grown = cycle.tree if cycle.grown is None else cycle.grown
     kept_ids = list(range(len(grown))) if cycle.kept is None else cycle.kept.tolist()

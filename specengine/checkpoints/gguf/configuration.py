@@ -544,9 +544,11 @@ def require_complete(
     for key, several in names.items():
         whole = several[0].replace("attn_k_b", "attn_kv_b")
         names[key] = (whole,) if whole != several[0] and whole in file.tensors else several
-    expected: dict[str, tuple[int, ...]] = {}
-    for key, shape in shapes.items():
-        expected |= _split(config, names[key], turned(config, shape), rows)
+    expected = {
+        name: in_file
+        for key, shape in shapes.items()
+        for name, in_file in _split(config, names[key], turned(config, shape), rows).items()
+    }
     form: Any = families.known()[config.model_type].gguf
     drafts = range(config.num_hidden_layers, MetadataFields(file).count("block_count"))
     unread = (
@@ -559,6 +561,16 @@ def require_complete(
         if tensor.kind == "nvfp4"
         for ending in ("scale", "input_scale")
     }
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {
+        parameters.get("rope_type")
+        for parameters in (rope, *rope.values())
+        if isinstance(parameters, dict)
+    }
+    positions = (
+        *(ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
+        *(_SHORT, _LONG) * ("longrope" in kinds),
+    )
     stored = {
         # llama.cpp keeps vectors of Mamba-2 by group or by head
         name: (math.prod(tensor.shape),)
@@ -566,23 +578,15 @@ def require_complete(
         else tensor.shape
         for name, tensor in file.tensors.items()
         if name not in scales
+        and name not in positions
         and not name.startswith(unread)
         and not name.endswith(tuple(form.constants))
     }
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {
-        parameters.get("rope_type")
-        for parameters in (rope, *rope.values())
-        if isinstance(parameters, dict)
+    stored |= {
+        name: shape
+        for name, shape in expected.items()
+        if _without_ones(stored.get(name, ())) == _without_ones(shape)
     }
-    for name in (
-        *(ROPE_FACTORS,) * bool({"llama3", "proportional"} & kinds),
-        *(_SHORT, _LONG) * ("longrope" in kinds),
-    ):
-        stored.pop(name, None)
-    for name, shape in expected.items():
-        if _without_ones(stored.get(name, ())) == _without_ones(shape):
-            stored[name] = shape
     refuse_misfits(
         f"{file.path} does not fit a {config.model_type} of its size",
         expected,
@@ -621,9 +625,11 @@ def _split(
                 names, ((heads, rank, attention.plain), (heads, attention.value, rank)), strict=True
             )
         )
-    if not is_stack(names[0]):
-        return {name: (rows[name.rpartition(".")[0]], *shape[1:]) for name in names}
-    return dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
+    return (
+        dict.fromkeys(names, (shape[0], shape[1] // len(names), *shape[2:]))
+        if is_stack(names[0])
+        else {name: (rows[name.rpartition(".")[0]], *shape[1:]) for name in names}
+    )
 
 
 def is_stack(name: str) -> bool:
@@ -652,10 +658,8 @@ def tensor_names(
     modules: dict[str, dict[str, None]] = {}
     for part in family.parts(config):
         modules.setdefault(part.name.transformers, {})[part.name.gguf] = None
-    stored_names = {}
-    for name in names:
-        module, _, kind = name.rpartition(".")
-        stored_names[name] = tuple(
+    return {
+        name: tuple(
             modules.get(name)
             or (
                 f"{stored.removesuffix('ssm')}{families.STATES[kind]}"  # of a mixer itself
@@ -664,7 +668,9 @@ def tensor_names(
                 for stored in modules[module]
             )
         )
-    return stored_names
+        for name in names
+        for module, _, kind in (name.rpartition("."),)
+    }
 
 
 def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | None:

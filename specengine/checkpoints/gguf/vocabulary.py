@@ -164,16 +164,15 @@ class Tokens:
     @cached_property
     def kinds(self) -> list[TokenKind]:
         """The kind of each token, as the file says; control for ends and marks of files that its ids name."""
-        kinds = [_KINDS.get(value, TokenKind.NORMAL) for value in self._stated]
-        changed = {
-            TokenKind.CONTROL: self._named_ends,
-            TokenKind.USER_DEFINED: self._of(*_ALWAYS_SHOWN) | self._parts,
-            TokenKind.NORMAL: self._words,
-        }
-        for kind, numbers in changed.items():
-            for number in numbers:
-                kinds[number] = kind
-        return kinds
+        changed = (
+            dict.fromkeys(self._named_ends, TokenKind.CONTROL)
+            | dict.fromkeys(self._of(*_ALWAYS_SHOWN) | self._parts, TokenKind.USER_DEFINED)
+            | dict.fromkeys(self._words, TokenKind.NORMAL)
+        )
+        return [
+            changed.get(number, _KINDS.get(value, TokenKind.NORMAL))
+            for number, value in enumerate(self._stated)
+        ]
 
     @cached_property
     def _stated(self) -> list[Any]:
@@ -376,12 +375,11 @@ def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
     }
     wrong = next((key for key, value in templates.items() if not isinstance(value, str)), None)
     require_intact(f"{file.path}: {(wrong or '')[:80]} must be text", wrong is None)
-    if templates.keys() <= {_TEMPLATE}:
-        return templates.get(_TEMPLATE)
-    return {
+    named = {
         key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
         for key, value in templates.items()
     }
+    return templates.get(_TEMPLATE) if templates.keys() <= {_TEMPLATE} else named
 
 
 def _splits(file: GGUFFile) -> Splits:

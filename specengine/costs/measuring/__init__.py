@@ -4,8 +4,6 @@ Other programs make single cycles longer, never shorter. So each cost is the low
 take turns, and the costs of all sizes keep the laws of `specengine.costs.laws`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os
@@ -15,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -156,7 +154,7 @@ def measure(
     return dataclasses.replace(costs, load=share_of_others(before) or 0.0)
 
 
-def _warm(cycles: SyntheticCycles) -> float:
+def _warm(cycles: "SyntheticCycles") -> float:
     """Run the narrowest and the widest cycles until the device is warm; return the time then.
 
     Compiles, captures and allocates before anything is measured.
@@ -173,7 +171,7 @@ def _warm(cycles: SyntheticCycles) -> float:
     return time.perf_counter()
 
 
-def _rehearsed(cycles: SyntheticCycles, driver: Driver, seconds: float) -> PassCosts:
+def _rehearsed(cycles: "SyntheticCycles", driver: Driver, seconds: float) -> PassCosts:
     """Measure a driver's graphs, at each context the medians of cycles that it rehearses."""
     short, long = contexts(cycles.target)
     cycles.begin(short)
@@ -215,7 +213,7 @@ def _points(driver: Driver, parts: dict[str, float]) -> tuple[Points, Points]:
     return plain | {driver.budget: parts["finish"]}, {width: parts["level"] or parts["root"]}
 
 
-def _parts(cycles: SyntheticCycles, driver: Driver, until: float) -> dict[str, float]:
+def _parts(cycles: "SyntheticCycles", driver: Driver, until: float) -> dict[str, float]:
     """Return the medians of the parts of rehearsed cycles, of MAX_CYCLES at most and of a few where time is short.
 
     A part that cycles do not have takes 0 seconds.
@@ -237,7 +235,7 @@ def contexts(target: Target) -> tuple[int, int]:
     return short, long if long >= 2 * short else short
 
 
-def _measured(cycles: SyntheticCycles, began: float, seconds: float) -> PassCosts:
+def _measured(cycles: "SyntheticCycles", began: float, seconds: float) -> PassCosts:
     short, long = contexts(cycles.target)
     prefill = cycles.begin(short)
     first = cycles.cycle(1, 1)
@@ -293,7 +291,7 @@ def count_experts(target: Target) -> int:
     return 0 if routes is None else int(routes.all)
 
 
-def _expert(cycles: SyntheticCycles, until: float) -> float:
+def _expert(cycles: "SyntheticCycles", until: float) -> float:
     """Return the seconds of reading one expert more: as many rows, of one token and of many."""
     differences = list[tuple[float, float]]()
     for nodes in itertools.cycle(ALIKE):
@@ -308,7 +306,7 @@ def _expert(cycles: SyntheticCycles, until: float) -> float:
     return max(0.0, statistics.median(seconds)) if seconds else 0.0
 
 
-def _rounds(cycles: SyntheticCycles, plans: Sequence[MeasuringPlan], until: float) -> _Samples:
+def _rounds(cycles: "SyntheticCycles", plans: Sequence[MeasuringPlan], until: float) -> _Samples:
     """Run a round of the smallest plan, then rounds of the largest plan that there is time for."""
     samples, plan = _Samples(), cycles.plan(SMALLEST_PLAN)
     _round(cycles, plan, samples, until)
@@ -320,7 +318,7 @@ def _rounds(cycles: SyntheticCycles, plans: Sequence[MeasuringPlan], until: floa
     return samples
 
 
-def _round(cycles: SyntheticCycles, plan: MeasuringPlan, samples: _Samples, until: float) -> None:
+def _round(cycles: "SyntheticCycles", plan: MeasuringPlan, samples: _Samples, until: float) -> None:
     for place, (nodes, width) in enumerate(
         zip(plan.nodes, itertools.cycle(plan.widths), strict=False)
     ):
@@ -451,8 +449,7 @@ class SyntheticCycles:
         if alike:
             tree.tokens.fill_(self.root)
         seconds, _ = self._timed(lambda: self._verify(tree))
-        assert self.target.experts is not None
-        return seconds, float(self.target.experts.sum())
+        return seconds, float(cast(Tensor, self.target.experts).sum())
 
     def end(self) -> None:
         self.target.reset()

@@ -215,19 +215,11 @@ class Latent(Attention):
 
     @property
     def refused(self) -> str:
-        if (
-            self.rank % 32
-            == 0
-            == self.plain % 2
-            == self.turned % 2
-            == self.value % 2
-            == (self.query_rank or 0) % 2
-        ):
-            return ""
+        sizes = self.plain, self.turned, self.value, self.query_rank or 0
         return (
             f"latents of {self.rank} channels for heads of {self.plain} + {self.turned} and {self.value}, known are "
             "multiples of 32 for heads of even sizes"
-        )
+        ) * bool(self.rank % 32 or any(size % 2 for size in sizes))
 
     def turnable(self, head_dim: int) -> int:
         return self.turned
@@ -354,12 +346,10 @@ class GatedDelta(Mixer):
 
     @property
     def refused(self) -> str:
-        if self.key_size % 16 == self.value_size % 16 == 0 == self.heads % self.key_heads:
-            return ""
         return (
             f"{self.key_heads} and {self.heads} heads of {self.key_size} and {self.value_size} channels in its states, "
             "known are multiples of the former, and of 16"
-        )
+        ) * bool(self.key_size % 16 or self.value_size % 16 or self.heads % self.key_heads)
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         values = self.heads * self.value_size
@@ -732,9 +722,13 @@ class Layer:
     @property
     def experts(self) -> Experts | None:
         """The layer's experts, if it has some."""
-        if isinstance(self.mlp, Experts):
-            return self.mlp
-        return None if self.beside is None else self.beside.experts
+        return (
+            self.mlp
+            if isinstance(self.mlp, Experts)
+            else None
+            if self.beside is None
+            else self.beside.experts
+        )
 
     @property
     def firsts(self) -> list[Attention | Mixer]:

@@ -4,8 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Experts, GatedMLP, Layer, Routing, latent_of, shared_experts
-from specengine.models.families import deepseek_v3 as third
+from specengine.models.families import (
+    Experts,
+    GatedMLP,
+    Layer,
+    Routing,
+    deepseek_v3,
+    latent_of,
+    shared_experts,
+)
 
 
 def layer(config: Any, number: int) -> Layer:
@@ -36,10 +43,12 @@ def layer(config: Any, number: int) -> Layer:
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Return what DeepSeek-V3 does, and how groups of experts are left out."""
-    added = third.finish(fields, value)
+    added = deepseek_v3.finish(fields, value)
     if added["norm_topk_prob"]:
         raise ValueError("expert_weights_norm is true, but experts are chosen by softmax")
     return added | {"topk_method": "group_limited_greedy" if added["n_group"] > 1 else "greedy"}
 
 
-FAMILY = replace(third.FAMILY, layer=layer, gguf=replace(third.STORED, finish=finish), exact=())
+FAMILY = replace(
+    deepseek_v3.FAMILY, layer=layer, gguf=replace(deepseek_v3.STORED, finish=finish), exact=()
+)

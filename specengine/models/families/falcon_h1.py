@@ -12,11 +12,11 @@ from specengine.models.families import (
     Layer,
     Mamba2,
     Scaled,
+    bamba,
     mamba,
 )
-from specengine.models.families import bamba as separate
 
-ATTENTION = replace(separate.ATTENTION, attention=Attention())
+ATTENTION = replace(bamba.ATTENTION, attention=Attention())
 
 
 def layer(config: Any, number: int) -> Layer:
@@ -57,7 +57,7 @@ FAMILY = Family(
     layer=layer,
     attending=ATTENTION,
     kinds=("hybrid",),
-    norm=separate.FAMILY.norm,
+    norm=bamba.FAMILY.norm,
     factors=lambda config: Factors(
         embedding=config.embedding_multiplier,
         divisor=1 / config.lm_head_multiplier

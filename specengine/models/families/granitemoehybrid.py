@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Attention, Experts, GatedMLP, Layer, Name, mamba
-from specengine.models.families import granitemoe as sparse
+from specengine.models.families import Attention, Experts, GatedMLP, Layer, Name, granitemoe, mamba
 
 RECURRENT = "linear_attention"
 ATTENTION = Layer(
@@ -25,7 +24,7 @@ def shared(suffix: str) -> GatedMLP:
 
 def layer(config: Any, number: int) -> Layer:
     dense = replace(ATTENTION, mlp=shared(""))
-    experts = sparse.layer(config, number).mlp
+    experts = granitemoe.layer(config, number).mlp
     if config.num_local_experts and isinstance(experts, Experts):
         inner = config.shared_intermediate_size
         dense = replace(dense, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
@@ -53,25 +52,25 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     }
 
 
-assert sparse.FAMILY.gguf is not None
+assert granitemoe.FAMILY.gguf is not None
 FAMILY = replace(
-    sparse.FAMILY,
+    granitemoe.FAMILY,
     layer=layer,
     attending=ATTENTION,
     kinds=(RECURRENT,),
     sizes=lambda config: {"inner": config.shared_intermediate_size},
     gguf=replace(
-        sparse.FAMILY.gguf,
+        granitemoe.FAMILY.gguf,
         architecture="granitehybrid",
         keys={
-            **sparse.FAMILY.gguf.keys,
+            **granitemoe.FAMILY.gguf.keys,
             "ssm.conv_kernel": "mamba_d_conv",
             "ssm.state_size": "mamba_d_state",
             "ssm.group_count": "mamba_n_groups",
             "ssm.time_step_rank": "mamba_n_heads",
         },
         flags={
-            **sparse.FAMILY.gguf.flags,
+            **granitemoe.FAMILY.gguf.flags,
             "mamba_conv_bias": "ssm_conv1d.bias",
             "mamba_proj_bias": "ssm_in.bias",
         },

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Experts, Family, Layer, Name, Routing
-from specengine.models.families import lfm2 as dense
+from specengine.models.families import Experts, Family, Layer, Name, Routing, lfm2
 
 CHOICE = "feed_forward.expert_bias"
 
@@ -21,12 +20,12 @@ def layer(config: Any, number: int) -> Layer:
         down=Name("feed_forward.experts.down_proj", "ffn_down_exps.weight"),
         choice=Name(CHOICE, "exp_probs_b.bias") if config.use_expert_bias else None,
     )
-    blocks = dense.layer(config, number)
+    blocks = lfm2.layer(config, number)
     return blocks if number < config.num_dense_layers else replace(blocks, mlp=experts)
 
 
 FAMILY = replace(
-    dense.FAMILY,
+    lfm2.FAMILY,
     layer=layer,
     alone=lambda config, number: {"num_dense_layers": int(number < config.num_dense_layers)},
     sizes=Family().sizes,

@@ -21,9 +21,11 @@ ATTENTION = replace(
 
 
 def layer(config: Any, number: int) -> Layer:
-    chosen = ATTENTION
-    if not config.use_sandwich_norm:
-        chosen = replace(chosen, attention_output_norm=None, mlp_output_norm=None)
+    chosen = (
+        ATTENTION
+        if config.use_sandwich_norm
+        else replace(ATTENTION, attention_output_norm=None, mlp_output_norm=None)
+    )
     if config.layer_types[number] == CONVOLUTION:
         return replace(chosen, attention=None, mixer=ShortConvolution(config.conv_L_cache))
     return (

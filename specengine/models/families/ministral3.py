@@ -23,9 +23,12 @@ def query_factors(config: Any) -> QueryFactors | None:
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Files have keys of their own for the growth of queries, and for the factor that YaRN leaves out."""
     rope = fields["rope_parameters"] | {KEYS[0]: value(GROWTH) or 0.0}
-    if rope["rope_type"] == "yarn":
-        return {"rope_parameters": rope | {"mscale": 1.0, "mscale_all_dim": value(LEFT_OUT) or 0.0}}
-    return {"rope_parameters": rope | {KEYS[1]: fields["max_position_embeddings"]}}
+    more = (
+        {"mscale": 1.0, "mscale_all_dim": value(LEFT_OUT) or 0.0}
+        if rope["rope_type"] == "yarn"
+        else {KEYS[1]: fields["max_position_embeddings"]}
+    )
+    return {"rope_parameters": rope | more}
 
 
 FAMILY = Family(

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specengine.models.families import Experts, Layer, Name, Routing, shared_experts
-from specengine.models.families import qwen3_5_text as dense
+from specengine.models.families import Experts, Layer, Name, Routing, qwen3_5_text, shared_experts
 
 
 def layer(config: Any, number: int) -> Layer:
@@ -16,19 +15,19 @@ def layer(config: Any, number: int) -> Layer:
         shared_inner=config.shared_expert_intermediate_size,
         shared_gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
     )
-    return replace(dense.layer(config, number), mlp=experts)
+    return replace(qwen3_5_text.layer(config, number), mlp=experts)
 
 
-assert dense.FAMILY.gguf is not None
+assert qwen3_5_text.FAMILY.gguf is not None
 FILES = replace(
-    dense.FAMILY.gguf,
+    qwen3_5_text.FAMILY.gguf,
     architecture="qwen35moe",
     keys={
-        **dense.FAMILY.gguf.keys,
+        **qwen3_5_text.FAMILY.gguf.keys,
         "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
 )
-FAMILY = replace(dense.FAMILY, layer=layer, gguf=FILES)
+FAMILY = replace(qwen3_5_text.FAMILY, layer=layer, gguf=FILES)

@@ -68,9 +68,9 @@ PREFILL_ROWS = 512
 LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. After the first
 # layer, and after all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
-# than another rotary base would in some models: so the first layer is also checked in float32.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1}
-TOLERANCE_OF_INT8 = 0.2  # of weights, whose rounding comes on top
+# than another rotary base would in some models: so the first layer is also checked in float32. That of int8 weights
+# comes on top.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "integer": 0.1, "int8": 0.2}
 TOLERANCE_AT_THE_END = {"float32": 1e-2, "bfloat16": 0.5}
 _CHECKED = (1, 2, 3, 5, 7)  # tokens
 _FARTHEST = 4095  # position that is tried
@@ -436,9 +436,8 @@ class NativeLM:
         self.seconds = spent
         for layer, computed, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             last = whole and layer == layers > 1
-            limit = (TOLERANCE_AT_THE_END if last else TOLERANCE).get(self.numerics, math.inf)
-            if self.quantize is not None:
-                limit = math.inf if last else TOLERANCE_OF_INT8
+            limits = TOLERANCE_AT_THE_END if last else TOLERANCE
+            limit = limits.get(self.quantize or self.numerics, math.inf)
             dim = -1 if self._amplifies else None  # then the distance of most tokens counts
             distance = float(((computed - other).norm(dim=dim) / other.norm(dim=dim)).median())
             require_supported(
@@ -946,15 +945,12 @@ class NativeTarget(CachedTarget):
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         rows = self._run(tree, greedy=False)
-        assert rows.logits is not None
-        return rows.logits, rows.states
+        return cast(Tensor, rows.logits), rows.states
 
     def choose(self, tree: TokenTree) -> Chosen:
         rows = self._run(tree, greedy=True)
-        assert rows.best is not None
-        return Chosen(
-            rows.best.tokens[:, 0].tolist(), rows.states, rows.best if self.successors else None
-        )
+        best = cast(Successors, rows.best)
+        return Chosen(best.tokens[:, 0].tolist(), rows.states, best if self.successors else None)
 
     def _rows(self, tree: TokenTree, *, greedy: bool) -> "RowBatch":
         """Return the nodes of a tree as rows after the committed tokens, with room for their results."""

@@ -93,7 +93,6 @@ class ModelSource(Source):
         embeddings: Tensor,
         layer_inputs: Tensor | None,
     ) -> list[Tensor]:
-        del embeddings, layer_inputs
         return states_of(evaluating(self._model), positions, ids, input_ids=tokens[None])
 
 

@@ -248,7 +248,6 @@ class Source(ABC):
         float32 [tokens, layers * size], or None. Where the first layers alone are run, returns the states after the
         final norm.
         """
-        del tokens, ids
         family = family_of(self.config)
         factors, inputs = family.factors(self.config), {"inputs_embeds": embeddings[None]}
         if family.normed:
@@ -303,8 +302,10 @@ def _first_layers(source: Source) -> PreTrainedModel:
     }
     axes = {} if layer_inputs is None else layer_inputs.axes
     tensors = {name: source.tensor(name) for name in expected}
-    for name in axes.keys() & expected.keys():
-        tensors[name] = tensors[name].narrow(axes[name], 0, expected[name].shape[axes[name]])
+    tensors |= {
+        name: tensors[name].narrow(axes[name], 0, expected[name].shape[axes[name]])
+        for name in axes.keys() & expected.keys()
+    }
     model.load_state_dict(
         {name: tensor.float() for name, tensor in tensors.items()}, strict=False, assign=True
     )
@@ -637,14 +638,11 @@ def _parts_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, dict[
     parts_by_tensor: dict[str, dict[str, int]] = {}
     for name in names:
         module, _, kind = name.rpartition(".")
-        if name in modules:
-            parts_by_tensor[name] = modules[name]
-            continue
         require_supported(
             f"native: {name} is in none of the blocks that {config.model_type} has",
-            module in modules,
+            name in modules or module in modules,
         )
-        parts_by_tensor[name] = {
+        parts_by_tensor[name] = modules.get(name) or {
             f"{native}.{kind}": size for native, size in modules[module].items()
         }
     return parts_by_tensor

@@ -103,8 +103,7 @@ class _Count:
 
 def relations(parents: Sequence[int], depths: Sequence[int]) -> list[int]:
     """Return the relation of each node below the root to the nodes before it."""
-    parents_seen, by_node = set[int](), list[int]()
-    for parent, depth in zip(parents[1:], depths[1:], strict=True):
-        by_node.append(relation_of(depth, parent in parents_seen))
-        parents_seen.add(parent)
-    return by_node
+    first = {parent: node for node, parent in reversed([*enumerate(parents)][1:])}
+    return [
+        relation_of(depths[node], first[parents[node]] < node) for node in range(1, len(parents))
+    ]

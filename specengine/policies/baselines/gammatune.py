@@ -58,8 +58,7 @@ class Gammatune(Beam):
         return ops.number(tree.passes) >= ops.number(self._heights[tree.device])
 
     def learn(self, outcome: "Outcome") -> None:
-        cycle = outcome.cycle
-        assert cycle is not None  # it keeps no state on a device
+        cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not height:
             return
