@@ -39,6 +39,7 @@ SUCCESSORS = {  # tables by token with which blocks correct logits
     "markov_head.markov_w2.weight",
     "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook",
+    "logit_head.embed_proj.2.weight",
 }
 
 
@@ -342,14 +343,14 @@ class HeadAttention(nn.Module):
 
     def forward(self, inputs: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         out = attend(
-            _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation),
+            rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation),
             *self.keys_and_values(inputs, rotation),
         )
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, [..., KV heads, rows, head size] each."""
-        return _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation), self._heads(
+        return rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation), self._heads(
             self.v_proj(inputs)
         )
 
@@ -397,7 +398,8 @@ def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
         return rope_of(as_llama)
 
 
-def _rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
+def rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
+    """Return heads, [..., heads, rows, head size], turned by the positions of their rows; as they are for None."""
     if rotation is None:
         return states
     cosines, sines = rotation

@@ -709,6 +709,13 @@ class NativeMtpHead(MtpHead):
         return run_from(self._lm.packing.decoder, inputs, at, self.cache, visible).to(self.dtype)
 
 
+GEMMA4_NORMS = {  # the names of a layer's norms in csrc/cpu, which are those of Llama
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_output_norm",
+}
+
+
 class NativeDflashHead(DflashHead):
     """Run a DFlash, DSpark or DFlash2 head on the C++ forward; torch corrects logits, in float32.
 
@@ -728,11 +735,19 @@ class NativeDflashHead(DflashHead):
         table = state.get(
             "lm_head.weight", state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
         )
+        names = GEMMA4_NORMS if config.gemma4 else {}
         tensors = {"embed_tokens.weight": table} | {
-            name: tensor.flatten() if tensor.ndim > 2 else tensor
+            name.replace(part := name.split(".")[-2], names.get(part, part)): (
+                tensor.flatten() if tensor.ndim > 2 else tensor
+            )
             for name, tensor in state.items()
             if name.startswith(("fc.", "hidden_norm.", "layers.", "norm."))
         }
+        if config.gemma4:
+            for number in range(config.num_layers):
+                tensors[f"layers.{number}.scale"] = tensors.pop(f"layers.{number}.layer_scalar")
+                ones = torch.ones(config.head_dim)
+                tensors[f"layers.{number}.self_attn.v_norm.weight"] = ones
         weights = packed_head({f"model.{key}": tensor for key, tensor in tensors.items()}, target)
         net.fc = net.layers = net.lm_head = None  # their weights are packed
         frequencies, scale = rope_frequencies(config)
@@ -748,7 +763,8 @@ class NativeDflashHead(DflashHead):
                 config.head_dim,
             ],
             ACTIVATIONS[config.hidden_act],
-            [config.rms_norm_eps, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0],  # no factors
+            # of scores, where not by the size of a head; no others
+            [config.rms_norm_eps, float(config.gemma4), 1.0, 1.0, 1.0, 0.0, 1.0],
             weights,
             [(frequencies.tolist(), scale)],
             [(0, window) for window in config.windows],
