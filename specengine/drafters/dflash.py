@@ -37,9 +37,9 @@ class Dflash(EagleDraft):
     _columns: Tensor | None = None  # those that any position proposes, ascending; None: all
     _ids: Tensor | None = None  # the target's of these columns, as in a Step
     _scales: Tensor  # of corrections, by depth, [depths, 1]
-    # By node, and last before the root: the recurrent state behind its path, and whether it is known.
+    # By node, the last one before the root: the recurrent state after its path, and whether it was computed.
     _memory: Tensor
-    _known: Tensor
+    _ready: Tensor
 
     def root(self, tree: TokenTree) -> Step:
         step = super().root(tree)
@@ -55,7 +55,7 @@ class Dflash(EagleDraft):
         self._hidden = step.hidden if config.rank else None
         nodes = len(tree.parents) + 1
         self._memory = rows.new_zeros(nodes, config.memory_size, dtype=self.head.dtype)
-        self._known = torch.arange(nodes, device=rows.device) == nodes - 1
+        self._ready = torch.arange(nodes, device=rows.device) == nodes - 1
         self._columns, self._ids = None, step.token_ids
         most = min(config.candidates or MAX_CORRECTED, rows.shape[1])
         if self._hidden is not None and (config.candidates or most < rows.shape[1]):
@@ -90,16 +90,15 @@ class Dflash(EagleDraft):
 
         Ancestors that no step has run, as copied ones, are run before.
         """
-        groups, latents = [nodes], hidden
-        while self._memory.shape[1]:
-            before = tree.parents[groups[0]]
-            if not len(before := before[~self._known[before]].unique()):
-                break
+        groups, latents, parents = [nodes], hidden, tree.parents
+        while self._memory.shape[1] and len(
+            before := (above := parents[groups[0]])[~self._ready[above]].unique()
+        ):
             groups.insert(0, before)
         for group in groups:
             states = hidden[tree.depths[group].clamp(max=len(hidden) - 1)]
             latents, self._memory[group] = cast(DflashHead, self.head).latents(
-                tree.tokens[group], states, self._memory[tree.parents[group]]
+                tree.tokens[group], states, self._memory[parents[group]]
             )
-            self._known[group] = True
+            self._ready[group] = True
         return latents

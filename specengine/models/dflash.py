@@ -93,6 +93,8 @@ class MarkovHead(nn.Module):
     The recurrent variant reads W1 of all tokens before, through a state with a gate.
     """
 
+    successors = "markov_w2.weight"  # [draft vocabulary, rank], by which corrections are the products of `latents`
+
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
         self.gated, self.recurrent = config.gated, config.recurrent
@@ -104,7 +106,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(config.hidden_size + 2 * config.rank, 3 * config.rank)
 
     def latents(self, tokens: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of corrections, [rows, rank], and the recurrent state behind the tokens.
+        """Return the factors of corrections, [rows, rank], and the recurrent state after the tokens.
 
         tokens: int64 [rows], before the positions; states: [rows, hidden size], of the positions; memory: [rows,
         memory size], the recurrent state before the tokens.
@@ -118,14 +120,11 @@ class MarkovHead(nn.Module):
             latent = latent * self.gate_proj(torch.cat([states, latent], -1)).sigmoid()
         return latent, memory
 
-    def forward(self, latents: Tensor, columns: Tensor | None) -> Tensor:
-        """Return the sums to add to logits, [rows, columns]; columns: int64, of the draft's vocabulary; None: all."""
-        weight = self.markov_w2.weight
-        return linear(latents, weight if columns is None else weight[columns])
-
 
 class DominoHead(nn.Module):
     """Correct the logits of positions by a GRU over the embeddings of the tokens before them, through an MLP."""
+
+    successors = "embed_proj.2.weight"
 
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
@@ -142,14 +141,11 @@ class DominoHead(nn.Module):
         after = self.prefix_gru(embeddings[:, None], memory[None])[1][0]
         return silu(self.embed_proj[0](torch.cat([states, after], -1))), after
 
-    def forward(self, latents: Tensor, columns: Tensor | None) -> Tensor:
-        """Return the same as a MarkovHead."""
-        weight = self.embed_proj[2].weight
-        return linear(latents, weight if columns is None else weight[columns])
-
 
 class CandidateSelector(nn.Module):
     """Correct the logits of candidates by the tokens before them, as DFlash2 does: (A[token] * H state) . B[column]."""
+
+    successors = "successor_codebook"
 
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
@@ -160,10 +156,6 @@ class CandidateSelector(nn.Module):
     def latents(self, tokens: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as a MarkovHead."""
         return self.predecessor_codebook[tokens] * self.hidden_projection(states), memory
-
-    def forward(self, latents: Tensor, columns: Tensor) -> Tensor:
-        """Return the same as a MarkovHead, of these columns alone."""
-        return cast(Tensor, latents @ self.successor_codebook[columns].T)
 
 
 class BlockConvolution(nn.Module):
@@ -329,13 +321,14 @@ class DflashHead(TorchHead):
         return self._logits(out), out
 
     def latents(self, tokens: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of corrections and the recurrent state behind tokens, as of MarkovHead."""
+        """Return the factors of corrections and the recurrent state after tokens, as of MarkovHead."""
         read = self._target.embed(tokens).to(self.dtype) if self.config.gru_size else tokens
         return cast(tuple[Tensor, Tensor], self._corrects.latents(read, states, memory))
 
     def corrections(self, latents: Tensor, columns: Tensor | None) -> Tensor:
-        """Return the sums to add to logits, [rows, columns], as of MarkovHead."""
-        return cast(Tensor, self._corrects(latents, columns))
+        """Return the sums to add to logits, [rows, columns]; columns: int64, of the draft's vocabulary; None: all."""
+        weight = self._corrects.get_parameter(self._corrects.successors)
+        return linear(latents, weight if columns is None else weight[columns])
 
     @property
     def _corrects(self) -> Any:

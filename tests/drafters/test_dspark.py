@@ -625,6 +625,10 @@ def test_tensors_that_serve_nothing_are_named(tmp_path: Path) -> None:
             FLAT | {"markov_head_type": "fir"},
             "markov_head_type: got 'fir', accepted vanilla, gated, rnn",
         ),
+        (
+            FLAT | {"markov_head_type": "rnn", "sample_from_anchor": False},
+            "sample_from_anchor: rnn needs rows",
+        ),
         (OF_GEMMA4 | {"enable_moe_block": True}, "enable_moe_block: got True, accepted none"),
         (OF_GEMMA4 | {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: got 8"),
         (OF_GEMMA4 | {"global_head_dim": None}, "global_head_dim: got None"),

@@ -47,9 +47,9 @@ KNOWN = {
     "use_confidence_head",
 }
 DOMINO = "domino", "causal_v5"  # the latter in configs before the paper
-USUAL = None, False, "dflash", "dspark", "gqa", *DOMINO  # values of other fields
-DEEPSPEC = "Qwen3DSparkModel"
-GEMMA4 = "Gemma4DSparkModel"  # DeepSpec's as well
+USUAL = None, False, "dflash", "dspark", "gqa"  # values of other fields that change nothing
+GEMMA4 = "Gemma4DSparkModel"
+DEEPSPEC = "DSparkModel"  # in the names of DeepSpec's models
 GLIMMER = "MuseGlimmerAssistantModel"
 ANCHORS = "sample_from_anchor", "dspark_bonus_anchor", "shift_label"
 MARKOV = "vanilla", "gated", "rnn"
@@ -72,7 +72,7 @@ class DflashLayout(Layout):
         "DFlash2DraftModel",
         "DSparkDraftModel",
         "DominoDraftModel",
-        DEEPSPEC,
+        "Qwen3DSparkModel",
         GEMMA4,
         GLIMMER,
     )
@@ -93,18 +93,18 @@ class DflashLayout(Layout):
         if self.algorithm:
             layer = read_nested_layer(self.fields, "qwen3")
             self.fields = HeadFields({**self.fields.raw, **layer.raw})
-        made = str(self.fields.raw.get("architectures"))
-        gemma4, glimmer = GEMMA4 in made, GLIMMER in made
+        architectures = str(self.fields.raw.get("architectures"))
+        gemma4, glimmer = GEMMA4 in architectures, GLIMMER in architectures
         if gemma4:
             self.fields = self.read_gemma4()
         if glimmer and "vocab_size" not in self.fields:
             size = self.fields.size("mask_token_id") + 1
             self.fields = HeadFields({**self.fields.raw, "vocab_size": size})
             self.notes.append(
-                "no vocab_size: it ends with the mask, or with what the target has behind it"
+                "no vocab_size: it ends with the mask, or with the tokens that the target has after it"
             )
         fields, nested = self.fields, self.fields.nested("dflash_config").raw
-        stated = {name for name, value in nested.items() if value not in USUAL}
+        stated = {name for name, value in nested.items() if value not in USUAL + DOMINO}
         block = HeadFields(
             {**fields.raw, **{name: value for name, value in nested.items() if value is not None}}
         )
@@ -226,6 +226,10 @@ class DflashLayout(Layout):
             }
         kind = block.text("markov_head_type", "vanilla")
         require_field("markov_head_type", kind, ", ".join(MARKOV), kind in MARKOV)
+        require_intact(
+            "sample_from_anchor: rnn needs rows that predict the token after them",
+            anchored or kind != "rnn",
+        )
         return {
             # 0: DeepSpec's DFlash
             "rank": (block.raw.get("markov_rank") or 0) and block.size("markov_rank"),
@@ -235,8 +239,7 @@ class DflashLayout(Layout):
         }
 
     def converted(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        made = str(self.fields.raw.get("architectures"))
-        copied = self.algorithm or DEEPSPEC in made or GEMMA4 in made
+        copied = self.algorithm or DEEPSPEC in str(self.fields.raw.get("architectures"))
         copies = COPIES[: 2 - self.own_head] if copied else ()
         reasons = UNUSED | dict.fromkeys(
             copies, "a copy of the target's, with which it was trained"

@@ -737,7 +737,7 @@ class NativeDflashHead(DflashHead):
         )
         names = GEMMA4_NORMS if config.gemma4 else {}
         tensors = {"embed_tokens.weight": table} | {
-            name.replace(part := name.split(".")[-2], names.get(part, part)): (
+            name.replace(module := name.split(".")[-2], names.get(module, module)): (
                 tensor.flatten() if tensor.ndim > 2 else tensor
             )
             for name, tensor in state.items()
