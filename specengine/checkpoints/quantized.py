@@ -88,8 +88,9 @@ class QuantizedMatrix(NamedTuple):
         by_block = groups.view(-1, 32)
         one_scale = torch.equal(by_block.amin(1), by_block.amax(1))
         holds = one_scale and torch.equal(scales.half().float(), scales)
-        even = bool((zeros == self.middle).all())
-        return _KINDS.get((self.format.bits, even), "") if holds else ""
+        return (
+            _KINDS.get((self.format.bits, bool((zeros == self.middle).all())), "") if holds else ""
+        )
 
     def _codes(self, first: int, last: int) -> Tensor:
         """Return rows of codes, float32 [rows, inputs]."""

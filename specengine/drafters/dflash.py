@@ -53,8 +53,8 @@ class Dflash(EagleDraft):
         self._scales[: config.uncorrected] = 0
         # none where a prompt of one token has run nothing
         self._hidden = step.hidden if config.rank else None
-        nodes = len(tree.parents) + 1
-        self._memory = rows.new_zeros(nodes, config.memory_size, dtype=self.head.dtype)
+        nodes, size = len(tree.parents) + 1, config.rank if config.recurrent else config.gru_size
+        self._memory = rows.new_zeros(nodes, size, dtype=self.head.dtype)
         self._ready = torch.arange(nodes, device=rows.device) == nodes - 1
         self._columns, self._ids = None, step.token_ids
         most = min(config.candidates or MAX_CORRECTED, rows.shape[1])

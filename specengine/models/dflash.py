@@ -70,14 +70,8 @@ class DflashConfig(EagleConfig):
 
     @property
     def kind(self) -> str:
-        if self.gru_size:
-            return "Domino"
-        return "DFlash2" if self.taps else "DSpark" if self.rank else "DFlash"
-
-    @property
-    def memory_size(self) -> int:
-        """Return the channels of the recurrent state of corrections; 0: there is none."""
-        return self.rank if self.recurrent else self.gru_size
+        kinds = {"DFlash2": self.taps, "Domino": self.gru_size, "DSpark": self.rank}
+        return next((kind for kind, size in kinds.items() if size), "DFlash")
 
     @property
     def depths(self) -> int:  # type: ignore[override]
@@ -238,8 +232,7 @@ class Gemma4Layer(DecoderLayer):
     def forward(
         self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend
     ) -> Tensor:
-        attended = self.self_attn(inputs, rotation, attend)
-        out = residual + self.post_attention_layernorm(attended)
+        out = residual + self.post_attention_layernorm(self.self_attn(inputs, rotation, attend))
         added = self.mlp(self.pre_feedforward_layernorm(out))
         return cast(Tensor, (out + self.post_feedforward_layernorm(added)) * self.layer_scalar)
 
@@ -313,11 +306,12 @@ class DflashHead(TorchHead):
             (0, size - 1),
             value=self.config.mask_token_id,
         )
-        embeddings = self._target.embed(block)
-        if self.config.gemma4:  # by a number of the target's dtype, as Gemma 4 does
-            scale = torch.tensor(self.hidden_size**0.5, dtype=self._target.dtype, device="cpu")
-            embeddings = embeddings * float(scale)
-        out = self._run_block(embeddings, first)[size - self.config.depths :]
+        scale = torch.tensor(  # a number of the target's dtype, as Gemma 4's is
+            self.hidden_size**0.5 if self.config.gemma4 else 1.0,
+            dtype=self._target.dtype,
+            device="cpu",
+        )
+        out = self._run_block(self._target.embed(block) * scale, first)[-self.config.depths :]
         return self._logits(out), out
 
     def latents(self, tokens: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specengine import ops
@@ -616,14 +616,8 @@ class _RowAttention:
         return attend(rotated, self.slab[0], self.slab[1], rows, window=self.window)[None]
 
 
-def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return token embeddings as the head reads them, [..., hidden size], without the target's scale."""
-    table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
-    return embedding(tokens, table.weight).to(head.dtype)
-
-
 def embed_for(head: EagleHead, target: LanguageModel, tokens: Tensor) -> Tensor:
-    """Return the same as `embed`, for a target of any backend."""
+    """Return token embeddings as the head reads them, [..., hidden size], without the target's scale."""
     return (
         embedding(tokens, head.embed_tokens.weight)
         if head.config.own_embeddings

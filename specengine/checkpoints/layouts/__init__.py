@@ -357,8 +357,7 @@ def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
 
     CheckpointError where two recognise it and neither is a variant of the other.
     """
-    layouts = [named(name) for name in names()]
-    matching = [layout for layout in layouts if layout.recognises(raw)] or [named(FALLBACK)]
+    matching = [one for one in map(named, names()) if one.recognises(raw)] or [named(FALLBACK)]
     matching = [
         one
         for one in matching

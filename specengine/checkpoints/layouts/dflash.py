@@ -91,8 +91,9 @@ class DflashLayout(Layout):
     def read(self) -> dict[str, Any]:
         self.algorithm = self.fields.text("speculators_model_type", "")
         if self.algorithm:
-            layer = read_nested_layer(self.fields, "qwen3")
-            self.fields = HeadFields({**self.fields.raw, **layer.raw})
+            self.fields = HeadFields(
+                {**self.fields.raw, **read_nested_layer(self.fields, "qwen3").raw}
+            )
         architectures = str(self.fields.raw.get("architectures"))
         gemma4, glimmer = GEMMA4 in architectures, GLIMMER in architectures
         if gemma4:
@@ -104,11 +105,11 @@ class DflashLayout(Layout):
                 "no vocab_size: it ends with the mask, or with the tokens that the target has after it"
             )
         fields, nested = self.fields, self.fields.nested("dflash_config").raw
-        stated = {name for name, value in nested.items() if value not in USUAL + DOMINO}
         block = HeadFields(
             {**fields.raw, **{name: value for name, value in nested.items() if value is not None}}
         )
-        unknown = sorted(stated - KNOWN)
+        usual = USUAL + DOMINO
+        unknown = sorted({name for name, value in nested.items() if value not in usual} - KNOWN)
         require_intact(
             f"dflash_config: unknown {', '.join(map(shown, unknown))}, known are {', '.join(sorted(KNOWN))}",
             not unknown,
@@ -167,14 +168,16 @@ class DflashLayout(Layout):
         for name in ("enable_moe_block", "hidden_size_per_layer_input"):
             require_field(name, fields.raw.get(name), "none of Gemma 4's", not fields.raw.get(name))
         require_intact(f"rope_parameters: {FULL} is missing", bool(full.raw))
-        shared = fields.flag("attention_k_eq_v")
+        heads = (
+            "num_global_key_value_heads"
+            if fields.flag("attention_k_eq_v")
+            else "num_key_value_heads"
+        )
         return HeadFields(
             {
                 **fields.raw,
                 "head_dim": fields.size("global_head_dim"),
-                "num_key_value_heads": fields.size(
-                    "num_global_key_value_heads" if shared else "num_key_value_heads"
-                ),
+                "num_key_value_heads": fields.size(heads),
                 "hidden_act": fields.text("hidden_activation"),
                 "rope_parameters": full.raw,
             }

@@ -709,7 +709,8 @@ class NativeMtpHead(MtpHead):
         return run_from(self._lm.packing.decoder, inputs, at, self.cache, visible).to(self.dtype)
 
 
-GEMMA4_NORMS = {  # the names of a layer's norms in csrc/cpu, which are those of Llama
+GEMMA4_NAMES = {  # of a layer, and csrc/cpu's names
+    "layer_scalar": "scale",
     "post_attention_layernorm": "attention_output_norm",
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "mlp_output_norm",
@@ -735,19 +736,18 @@ class NativeDflashHead(DflashHead):
         table = state.get(
             "lm_head.weight", state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
         )
-        names = GEMMA4_NORMS if config.gemma4 else {}
+        names = GEMMA4_NAMES if config.gemma4 else {}
         tensors = {"embed_tokens.weight": table} | {
-            name.replace(module := name.split(".")[-2], names.get(module, module)): (
+            ".".join(names.get(module, module) for module in name.split(".")): (
                 tensor.flatten() if tensor.ndim > 2 else tensor
             )
             for name, tensor in state.items()
             if name.startswith(("fc.", "hidden_norm.", "layers.", "norm."))
         }
-        if config.gemma4:
-            for number in range(config.num_layers):
-                tensors[f"layers.{number}.scale"] = tensors.pop(f"layers.{number}.layer_scalar")
-                ones = torch.ones(config.head_dim)
-                tensors[f"layers.{number}.self_attn.v_norm.weight"] = ones
+        tensors |= {
+            f"layers.{number}.self_attn.v_norm.weight": torch.ones(config.head_dim)
+            for number in range(config.num_layers * config.gemma4)
+        }
         weights = packed_head({f"model.{key}": tensor for key, tensor in tensors.items()}, target)
         net.fc = net.layers = net.lm_head = None  # their weights are packed
         frequencies, scale = rope_frequencies(config)
