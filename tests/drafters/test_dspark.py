@@ -785,13 +785,24 @@ def test_other_tensors_are_refused_by_name(
         (CONVOLVED | NEAR, "bfloat16"),
         (speculators("dspark"), "float32"),
         (speculators("dspark"), "bfloat16"),
+        (OF_DOMINO, "float32"),
+        (OF_GEMMA4, "bfloat16"),
     ],
-    ids=["DSpark", "DFlash2", "windows in int8", "200 tokens", "200 tokens in int8"],
+    ids=[
+        "DSpark",
+        "DFlash2",
+        "windows in int8",
+        "200 tokens",
+        "200 tokens in int8",
+        "Domino",
+        "Gemma 4 in int8",
+    ],
 )
 def test_a_folder_drafts_on_both_forwards_for_several_texts(
     tmp_path: Path, raw: Any, dtype: str
 ) -> None:
-    changes = SPARK if raw is FLAT else SECOND
+    changes = SPARK if raw is FLAT else DOMINO if raw is OF_DOMINO else SECOND
+    changes = LAYERS_OF_GEMMA4 if raw is OF_GEMMA4 else changes
     if "speculators_config" in raw:
         changes = SPARK | REDUCED
     folder = written(tmp_path / "head", raw, block_config(**changes))
