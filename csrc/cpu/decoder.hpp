@@ -407,8 +407,8 @@ class Decoder {
       add_own_parts(weights, prefix);
       require_routing(layers_.back().experts, shape.form.routing);
       gated_.try_emplace(layers_.back().network.wide().panels);
-      if (fusion_.panels && !(layers_.back().k.panels && layers_.back().v.panels && !layers_.back().whole_norms))
-        throw std::invalid_argument("model.fc: accepted where all layers have keys and values of their own, normed by head");
+      if (fusion_.panels && !(layers_.back().k.panels && !layers_.back().whole_norms))
+        throw std::invalid_argument("model.fc: accepted where all layers have keys of their own, normed by head");
     }
     if (kinds_.empty()) kinds_.push_back({shape.heads, 0});
     for (const Kind& kind : kinds_)

@@ -84,7 +84,7 @@ class HeadReading:
 
     layout    family of the layout, whose tensor names it has
     producer  the layout, whose meaning the fields have
-    kind      of head: EAGLE-1, EAGLE-3, DFlash, DFlash2 or DSpark
+    kind      of head: EAGLE-1, EAGLE-3, DFlash, DFlash2, DSpark or Domino
     notes     fields that were not stated and how they were taken, tensors that were left out; for people
     """
 
@@ -204,14 +204,14 @@ def load_head(
             f"rope_parameters: {shown(dict(config.rope))} give frequencies that are not finite",
             bool(frequencies.isfinite().all()) and math.isfinite(scale),
         )
-    prefixes = names or layout.prefixes(layout.version)
-    if "fc.weight" not in tensors and (faults := wrapped(["fc.weight"], tensors)):
-        raise CheckpointError(f"{folder}: {faults[0]}")
+    prefixes = names or layout.prefixes(raw, layout.version)
     state: State = {}
     for name, tensor in tensors.items():
         new = with_prefix(name, prefixes)
         require_intact(f"{folder}: two tensors have the name {new}", new not in state)
         state[new] = tensor
+    if "fc.weight" not in state and (faults := wrapped(["fc.weight"], tensors)):
+        raise CheckpointError(f"{folder}: {faults[0]}")
     state = layout.converted(state)
     notes = [
         *layout.notes,
@@ -266,7 +266,7 @@ def save_head(
     dtype = "float32" if fusion is None else str(fusion.dtype).removeprefix("torch.")
     raw = chosen.written(config, dtype, verifier or Verifier())
     _check(folder, config, dict(state), {})
-    back = {new: old for old, new in chosen.prefixes(config.version).items()}
+    back = {new: old for old, new in chosen.prefixes(raw, config.version).items()}
     tensors = {
         with_prefix(name, back): tensor.detach().cpu().contiguous()
         for name, tensor in state.items()

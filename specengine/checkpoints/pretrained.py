@@ -438,9 +438,10 @@ def taking_texts(tokenizer: Any) -> Any:
     templates = named_templates(getattr(tokenizer, "chat_template", None))
 
     def shows(template: str, content: Any) -> bool:
-        message = {"role": "user", "content": content}
         try:
-            return _PROBE in filled(tokenizer, [message], chat_template=template)
+            return _PROBE in filled(
+                tokenizer, [{"role": "user", "content": content}], chat_template=template
+            )
         except InputError:
             return False
 

@@ -25,7 +25,8 @@ class Dflash(EagleDraft):
 
     So nodes of one depth have the same distribution, and only the first step of a tree runs the head. `ddtree` and
     `caddtree` take all positions of that step, other policies one position per step. Of a head whose positions are
-    corrected by the token before them, DSpark's and DFlash2's, each step gives each node the distribution after it.
+    corrected by the token before them, DSpark's and DFlash2's, each step gives each node the distribution after it;
+    of Domino's and of recurrent ones, the distribution after its path.
     """
 
     runner, native, counts = DflashHead, NativeDflashHead, False
@@ -36,6 +37,9 @@ class Dflash(EagleDraft):
     _columns: Tensor | None = None  # those that any position proposes, ascending; None: all
     _ids: Tensor | None = None  # the target's of these columns, as in a Step
     _scales: Tensor  # of corrections, by depth, [depths, 1]
+    # By node, the last one before the root: the recurrent state after its path, and whether it was computed.
+    _memory: Tensor
+    _ready: Tensor
 
     def root(self, tree: TokenTree) -> Step:
         step = super().root(tree)
@@ -46,8 +50,12 @@ class Dflash(EagleDraft):
             depths = torch.arange(len(rows), device=rows.device, dtype=torch.int64)
             self._scales = self._factors[depths.clamp(max=len(self._factors) - 1)][:, None]
             rows = rows * (self._scales / self._factors[0])
+        self._scales[: config.uncorrected] = 0
         # none where a prompt of one token has run nothing
         self._hidden = step.hidden if config.rank else None
+        nodes, size = len(tree.parents) + 1, config.rank if config.recurrent else config.gru_size
+        self._memory = rows.new_zeros(nodes, size, dtype=self.head.dtype)
+        self._ready = torch.arange(nodes, device=rows.device) == nodes - 1
         self._columns, self._ids = None, step.token_ids
         most = min(config.candidates or MAX_CORRECTED, rows.shape[1])
         if self._hidden is not None and (config.candidates or most < rows.shape[1]):
@@ -70,10 +78,27 @@ class Dflash(EagleDraft):
             return Step(rows, self._ids, normalized=True)
         began = time.perf_counter()
         places = depths.clamp(max=len(self._hidden) - 1)
-        added = cast(DflashHead, self.head).corrections(
-            tree.tokens.index_select(0, frontier.ids), self._hidden[places], self._columns
-        )
+        latents = self._latents(tree, frontier.ids, self._hidden)
+        added = cast(DflashHead, self.head).corrections(latents, self._columns)
         rows = (rows + added.float() * self._scales[places]).log_softmax(-1)
         rows.masked_fill_((depths > places)[:, None], -torch.inf)  # not a number there
         self.model_seconds += time.perf_counter() - began
         return Step(rows, self._ids, normalized=True, conditioned=True)
+
+    def _latents(self, tree: TokenTree, nodes: Tensor, hidden: Tensor) -> Tensor:
+        """Return the factors of the corrections after nodes, [nodes, rank].
+
+        Ancestors that no step has run, as copied ones, are run before.
+        """
+        groups, latents, parents = [nodes], hidden, tree.parents
+        while self._memory.shape[1] and len(
+            before := (above := parents[groups[0]])[~self._ready[above]].unique()
+        ):
+            groups.insert(0, before)
+        for group in groups:
+            states = hidden[tree.depths[group].clamp(max=len(hidden) - 1)]
+            latents, self._memory[group] = cast(DflashHead, self.head).latents(
+                tree.tokens[group], states, self._memory[parents[group]]
+            )
+            self._ready[group] = True
+        return latents

@@ -96,6 +96,15 @@ def family_of(config: PretrainedConfig) -> Family:
     return by_type[config.model_type]
 
 
+def as_model_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
+    """Return a head's product, [..., vocabulary], as the logits of a model of a known family: divided and capped."""
+    if (family := families.known().get(config.model_type)) is None:
+        return logits
+    factors = family.factors(config)
+    logits = logits if factors.divisor == 1.0 else logits / factors.divisor
+    return (logits / factors.cap).tanh() * factors.cap if factors.cap else logits
+
+
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the language model in one that reads pictures too; another config as it is."""
     text = config.get_text_config(decoder=True)

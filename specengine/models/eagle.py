@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specengine import ops
@@ -39,6 +39,7 @@ SUCCESSORS = {  # tables by token with which blocks correct logits
     "markov_head.markov_w2.weight",
     "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook",
+    "logit_head.embed_proj.2.weight",
 }
 
 
@@ -342,14 +343,14 @@ class HeadAttention(nn.Module):
 
     def forward(self, inputs: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         out = attend(
-            _rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation),
+            rotate(self.q_norm(self._heads(self.q_proj(inputs))), rotation),
             *self.keys_and_values(inputs, rotation),
         )
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of rows, [..., KV heads, rows, head size] each."""
-        return _rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation), self._heads(
+        return rotate(self.k_norm(self._heads(self.k_proj(inputs))), rotation), self._heads(
             self.v_proj(inputs)
         )
 
@@ -397,7 +398,8 @@ def rope_frequencies(config: EagleConfig) -> tuple[Tensor, float]:
         return rope_of(as_llama)
 
 
-def _rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
+def rotate(states: Tensor, rotation: Rotation | None) -> Tensor:
+    """Return heads, [..., heads, rows, head size], turned by the positions of their rows; as they are for None."""
     if rotation is None:
         return states
     cosines, sines = rotation
@@ -614,14 +616,8 @@ class _RowAttention:
         return attend(rotated, self.slab[0], self.slab[1], rows, window=self.window)[None]
 
 
-def embed(head: EagleHead, target: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return token embeddings as the head reads them, [..., hidden size], without the target's scale."""
-    table = head.embed_tokens if head.config.own_embeddings else target.get_input_embeddings()
-    return embedding(tokens, table.weight).to(head.dtype)
-
-
 def embed_for(head: EagleHead, target: LanguageModel, tokens: Tensor) -> Tensor:
-    """Return the same as `embed`, for a target of any backend."""
+    """Return token embeddings as the head reads them, [..., hidden size], without the target's scale."""
     return (
         embedding(tokens, head.embed_tokens.weight)
         if head.config.own_embeddings

@@ -131,8 +131,7 @@ class Products:
 
     def heads(self, states: Tensor, size: int) -> list[Tensor]:
         """Return the products of rows as heads of `size` channels, [heads, rows, size] each."""
-        rows = len(states)
-        return [product.view(rows, -1, size).transpose(0, 1) for product in self(states)]
+        return [product.view(len(states), -1, size).transpose(0, 1) for product in self(states)]
 
 
 @dataclass

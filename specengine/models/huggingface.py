@@ -27,7 +27,13 @@ from specengine.models.attention import (
     note_places,
     seen_by,
 )
-from specengine.models.configs import NO_MEMORY, SLIDING, context_limit, window_of
+from specengine.models.configs import (
+    NO_MEMORY,
+    SLIDING,
+    as_model_logits,
+    context_limit,
+    window_of,
+)
 from specengine.models.kv_cache import (
     LANES,
     CachedTarget,
@@ -431,8 +437,11 @@ class CausalLM:
         return cast(torch.dtype, self.model.dtype)
 
     def head(self, states: Tensor) -> Tensor:
-        """Apply the bare language-model head to states after the final norm; returns logits [..., vocabulary]."""
-        return cast(Tensor, self._twin.runs.get_output_embeddings()(states.to(self.dtype)))
+        """Return logits, [..., vocabulary], of states after the final norm, with the model's own factor and cap."""
+        return as_model_logits(self._head_product(states.to(self.dtype)), self.config)
+
+    def _head_product(self, states: Tensor) -> Tensor:
+        return cast(Tensor, self._twin.runs.get_output_embeddings()(states))
 
     @property
     def table(self) -> Tensor:

@@ -341,7 +341,7 @@ class LanguageModel(Protocol):
         """Return token embeddings, [rows, hidden size], without a scale that the model may have."""
 
     def head(self, states: Tensor) -> Tensor:
-        """Return logits, [rows, vocabulary], of states after the final norm."""
+        """Return the model's logits, [rows, vocabulary], of states after the final norm."""
 
     def extend(
         self,

@@ -268,10 +268,9 @@ class Assistant(nn.Module):
         self.text_config._attn_implementation = "sdpa"  # whatever the target's is, which sees trees
         if not config.tie_word_embeddings:
             raise ValueError("its vocabulary head has weights of its own")
-        model_class = MODEL_MAPPING[type(text)]
         size, self.outer = text.hidden_size, int(config.backbone_hidden_size)
         with torch.device("meta"):
-            self.model: Any = model_class(self.text_config).to(dtype)
+            self.model: Any = MODEL_MAPPING[type(text)](self.text_config).to(dtype)
             self.pre_projection = nn.Linear(2 * self.outer, size, bias=False, dtype=dtype)
             self.post_projection = nn.Linear(size, self.outer, bias=False, dtype=dtype)
             self.masked_embedding = (

@@ -128,8 +128,8 @@ class ShardedLM(CausalLM):
     def table(self) -> Tensor:
         return cast(Tensor, self._tables[0])
 
-    def head(self, states: Tensor) -> Tensor:
-        return linear(states.to(self.dtype), *self._tables[1:])
+    def _head_product(self, states: Tensor) -> Tensor:
+        return linear(states, *self._tables[1:])
 
 
 def _whole(table: Tensor | None) -> Tensor | None:

@@ -53,9 +53,9 @@ def twin(module: M, replace: Callable[[nn.Module], nn.Module | None] = lambda pa
             )
             if replacement is None:
                 plain_copies[id(original)] = module_copy
-                children = original._modules.items()  # an empty list of modules is false
-                module_copy._modules = {
-                    name: None if child is None else copied(child) for name, child in children
+                module_copy._modules = {  # an empty list of modules is false
+                    name: None if child is None else copied(child)
+                    for name, child in original._modules.items()
                 }
         return copies[id(original)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DFlashCache
 
 from specengine import policies
 from specengine.checkpoints.eagle import (
@@ -78,10 +85,11 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def turned(heads: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate pairs (i, i + half) of [rows, heads, size] by the positions of the rows."""
+def turned(heads: Tensor, positions: Tensor, theta: float, share: float = 1.0) -> Tensor:
+    """Rotate pairs (i, i + half) of [rows, heads, size] by the positions of the rows, the first share of the pairs."""
     half = heads.shape[-1] // 2
-    angles = positions[:, None, None] * theta ** (-torch.arange(half) / half)
+    turns = theta ** (-torch.arange(half) / half) * (torch.arange(half) < share * half)
+    angles = positions[:, None, None] * turns
     first, second = heads[..., :half], heads[..., half:]
     turn = angles.cos(), angles.sin()
     return torch.cat([first * turn[0] - second * turn[1], second * turn[0] + first * turn[1]], -1)
@@ -130,6 +138,10 @@ def block_states(
     """
     known, last = tokens[:-1], tokens[-1]
     eps, theta = config.rms_norm_eps, config.rope["rope_theta"]
+    share = config.rope.get("partial_rotary_factor", 1.0)
+    activation = torch.nn.functional.silu
+    if config.hidden_act == "gelu_pytorch_tanh":
+        activation = partial(torch.nn.functional.gelu, approximate="tanh")
     features = torch.zeros(0, 32 * config.num_features)
     if known:
         states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
@@ -138,6 +150,7 @@ def block_states(
     context = norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     block = torch.tensor([last] + [MASK] * (config.block_size - 1))
     hidden, count, size = model.get_input_embeddings().weight[block], len(known), config.head_dim
+    hidden = hidden * math.sqrt(config.hidden_size) if config.gemma4 else hidden
     places = torch.arange(count + len(block))
     for number in range(config.num_layers):
         prefix = f"layers.{number}."
@@ -158,14 +171,16 @@ def block_states(
         normed = norm(hidden, layer["input_layernorm.weight"], eps)
         rows = convolved(normed, normed, layer, "attention", 0, config)
         seen = torch.cat([context, rows])
-        query = turned(project("q", rows, normed=True), places[count:], theta)
-        key = turned(project("k", seen, normed=True), places, theta)
-        value = project("v", seen, normed=False)
+        query = turned(project("q", rows, normed=True), places[count:], theta, share)
+        key = turned(project("k", seen, normed=True), places, theta, share)
+        value = project("k" if config.shared_values else "v", seen, normed=False)
+        if config.gemma4:
+            value = norm(value, torch.ones(size), eps)
         attended = []
         for row, at in enumerate(places[count:].tolist()):
             for head in range(config.num_heads):
                 group = head // (config.num_heads // config.num_kv_heads)
-                scores = key[:, group] @ query[row, head] / size**0.5
+                scores = key[:, group] @ query[row, head] / (1 if config.gemma4 else size**0.5)
                 for other in places.tolist():
                     window = config.windows[number]
                     if (window and other <= at - window) or (config.causal[number] and other > at):
@@ -173,13 +188,21 @@ def block_states(
                 attended.append(scores.softmax(0) @ value[:, group])
         out = torch.cat(attended).view(len(block), -1) @ layer["self_attn.o_proj.weight"].T
         out = out + layer.get("self_attn.o_proj.bias", torch.zeros(()))
-        hidden = hidden + convolved(out, normed, layer, "attention", 1, config)
-        normed = norm(hidden, layer["post_attention_layernorm.weight"], eps)
+        out = convolved(out, normed, layer, "attention", 1, config)
+        before_mlp = "post_attention_layernorm.weight"
+        if config.gemma4:
+            out = norm(out, layer[before_mlp], eps)
+            before_mlp = "pre_feedforward_layernorm.weight"
+        hidden = hidden + out
+        normed = norm(hidden, layer[before_mlp], eps)
         rows = convolved(normed, normed, layer, "mlp", 0, config)
-        gate = torch.nn.functional.silu(rows @ layer["mlp.gate_proj.weight"].T)
+        gate = activation(rows @ layer["mlp.gate_proj.weight"].T)
         up = rows @ layer["mlp.up_proj.weight"].T
         out = (gate * up) @ layer["mlp.down_proj.weight"].T
-        hidden = hidden + convolved(out, normed, layer, "mlp", 1, config)
+        out = convolved(out, normed, layer, "mlp", 1, config)
+        if config.gemma4:
+            out = norm(out, layer["post_feedforward_layernorm.weight"], eps)
+        hidden = (hidden + out) * layer.get("layer_scalar", torch.ones(1))
     return norm(hidden, weights["norm.weight"], eps)
 
 
@@ -248,6 +271,12 @@ def test_which_heads_run_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(Dflash.of(checkpoint, lm, "").head) is DflashHead
 
 
+GEMMA4: dict[str, Any] = {
+    "gemma4": True,
+    "shared_values": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "whole tile": {"block_size": 16},
     "more than two": {"block_size": 33, "windows": (5, 0, 40), "causal": (True, False, False)},
@@ -264,6 +293,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_size": 11,
         "qk_norm": False,
     },
+    "Gemma 4": GEMMA4 | {"num_kv_heads": 1, "block_size": 11},
+    "Gemma 4, values of their own": GEMMA4 | {"shared_values": False, "qkv_bias": True},
     "taps, groups: 1, 1": {"taps": 1},
     "taps, groups: 2, 32": {"taps": 2, "group_size": 32, "causal": (True, False, True)},
     "taps, groups: 4, 8": {"taps": 4, "group_size": 8, "windows": (6, 6, 6), "block_size": 21},
@@ -830,3 +861,87 @@ def test_temperatures_are_of_depths_and_the_last_one_of_those_below() -> None:
         rows.append(torch.cat([step.logits, step.further]))
     divided = rows[0] / torch.tensor([2.0, 0.5, 0.5, 0.5, 0.5])[:, None]
     torch.testing.assert_close(rows[1], divided.log_softmax(-1))
+
+
+# ---------------------------------------------------------------------------------------------------- Muse-Glimmer
+
+
+def glimmer(folder: Path, **changes: Any) -> MuseGlimmerAssistantModel:
+    """Write a random assistant of Muse-Glimmer as transformers writes it, and return it."""
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 7,
+        "block_size": BLOCK,
+        "mask_token_id": MASK - 2,
+        "target_layer_ids": [1, 2, 4],
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**(fields | changes))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(
+                torch.rand_like(parameter) + 0.5
+                if parameter.ndim < 2
+                else torch.randn_like(parameter) * 1.5 / parameter.shape[-1] ** 0.5
+            )
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kinds", [None, [NEAR, FULL, NEAR]])
+def test_an_assistant_of_muse_glimmer_gives_what_transformers_computes(
+    tmp_path: Path, kinds: list[str] | None
+) -> None:
+    assistant = glimmer(tmp_path / "head", layer_types=kinds)
+    base = load_head(tmp_path / "head")
+    assert is_head(tmp_path / "head")
+    assert base.config.windows == ((8, 8, 8) if kinds is None else (8, 0, 8))
+    assert any("no vocab_size" in note for note in base.dialect.notes)
+    model = deep("muse_glimmer_text", layer_types=[NEAR, FULL] * 3, layer_rope_theta=[1e4, 0] * 3)
+    known, table = [(7 * i) % VOCABULARY for i in range(20)], model.get_input_embeddings().weight
+    states = model.model(torch.tensor([known]), output_hidden_states=True).hidden_states
+    block = torch.tensor([7, *[MASK - 2] * (BLOCK - 1)])
+    cache = DFlashCache(config=assistant.config)
+    cache.set_previous_accepted_tokens(len(known))
+    out = assistant(
+        noise_embeds=table[block][None],
+        context_hidden_states=torch.cat([states[i] for i in (2, 3, 5)], -1),
+        position_ids=torch.arange(20 + BLOCK)[None],
+        past_key_values=cache,
+    ).last_hidden_state[0, 1:]
+    cap, factor = model.config.final_logit_softcapping, model.config.output_multiplier
+    logits = cap * torch.tanh(model.get_output_embeddings()(out) * factor / cap)
+    for target in (HuggingFaceTarget(model), NativeTarget(from_model(model))):
+        draft = Dflash.of(base, target.lm, "")
+        kind = NativeDflashHead if isinstance(target, NativeTarget) else DflashHead
+        assert type(draft.head) is kind
+        target.want(draft.traits.features)
+        draft.begin(known, target.prefill(known))
+        step = draft.root(TokenTree.root(7, 32))
+        rows = torch.cat([step.logits, step.further])
+        torch.testing.assert_close(rows, logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_tensors_of_an_assistant_of_muse_glimmer_are_listed_under_their_names(
+    tmp_path: Path,
+) -> None:
+    glimmer(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    for change, problem in (
+        ({"encoder.fc.weight": None}, "missing: encoder.fc.weight [32, 96]"),
+        ({"encoder.output_norm_enc.weight": torch.ones(3)}, "encoder.output_norm_enc.weight [3]"),
+        ({"lm_head.weight": torch.ones(VOCABULARY, 32)}, "unused: lm_head.weight [260, 32]"),
+    ):
+        tensors = {n: t for n, t in (whole | change).items() if t is not None}
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match="a head of DFlash of width 32; ") as refused:
+            load_head(tmp_path)
+        assert problem in str(refused.value)

@@ -28,7 +28,7 @@ from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.train.draft.losses import check_fit
 from specengine.train.draft.options import make_loss
-from tests.drafters.test_dflash import RAW, block_states, draft_for
+from tests.drafters.test_dflash import GEMMA4, RAW, block_states, draft_for
 from tests.heads import BLOCK, MASK, block_config, deep
 from tests.toy import VOCABULARY, byte_tokenizer, policy_for, random_state, tiny_head
 
@@ -37,9 +37,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SPARK = {"anchored": True, "rank": 6}
 SECOND = {"rank": 6, "candidates": 5, "taps": 2, "group_size": 8}
 REDUCED = {"draft_vocab_size": 200, "own_head": True}
+DOMINO = {"anchored": True, "rank": 6, "gru_size": 10, "uncorrected": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "DSpark": SPARK,
     "gated": SPARK | {"gated": True},
+    "recurrent": SPARK | {"recurrent": True},
+    "recurrent, 200 tokens": SPARK | {"recurrent": True} | REDUCED,
+    "Domino": DOMINO,
+    "Domino, masks predict": {"rank": 6, "gru_size": 5},
+    "Gemma 4": SPARK | GEMMA4,
+    "Gemma 4, independent": {"anchored": True} | GEMMA4 | {"shared_values": False},
     "masks predict": {"rank": 6},
     "anchored, independent": {"anchored": True},
     "two rows": SPARK | {"block_size": 2},
@@ -55,15 +62,48 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CORRECTED = [name for name, changes in VARIANTS.items() if "rank" in changes]
 
 
-def reference(
-    weights: dict[str, Tensor], config: DflashConfig, state: Tensor, token: int
-) -> Tensor:
-    """Return the correction of a position's logits, [vocabulary], by its state and the token before it.
+def gru(weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    """Return the state of Domino's GRU after a sequence of embeddings, [rows, hidden size]."""
+    of_inputs, of_states = (weights[f"logit_head.prefix_gru.weight_{n}h_l0"] for n in "ih")
+    state = torch.zeros(of_states.shape[1])
+    for row in inputs:
+        reset, update, new = (of_inputs @ row).chunk(3)
+        by_reset, by_update, by_new = (of_states @ state).chunk(3)
+        mixed = (update + by_update).sigmoid()
+        new = (new + (reset + by_reset).sigmoid() * by_new).tanh()
+        state = (1 - mixed) * new + mixed * state
+    return state
 
-    Tokens that are not drafted have none.
+
+def recurrent(weights: dict[str, Tensor], states: Tensor, path: list[int]) -> Tensor:
+    """Return the output of DSpark's recurrent head after a path, [rank]."""
+    out = carried = torch.zeros(weights["markov_head.markov_w1.weight"].shape[1])
+    for token, state in zip(path, states, strict=False):
+        inputs = torch.cat([carried, weights["markov_head.markov_w1.weight"][token], state])
+        joint = weights["markov_head.joint_proj.weight"] @ inputs
+        gate, new, out = (joint + weights["markov_head.joint_proj.bias"]).chunk(3)
+        carried = gate.sigmoid() * carried + (1 - gate.sigmoid()) * new.tanh()
+    return out.tanh()
+
+
+def reference(
+    weights: dict[str, Tensor],
+    config: DflashConfig,
+    states: Tensor,
+    path: list[int],
+    embeddings: Tensor,
+) -> Tensor:
+    """Return the correction of logits after a path of tokens from the root, [vocabulary].
+
+    states: of all positions; embeddings: the target's. Tokens that are not drafted have none.
     """
-    if not config.rank:
+    state, token = states[len(path) - 1], path[-1]
+    if not config.rank or len(path) <= config.uncorrected:
         return torch.zeros(config.vocab_size)
+    if config.gru_size:
+        inputs = torch.cat([state, gru(weights, embeddings[torch.tensor(path)])])
+        inside = weights["logit_head.embed_proj.0.weight"] @ inputs
+        return weights["logit_head.embed_proj.2.weight"] @ (inside * inside.sigmoid())
     if config.candidates:  # edge(p -> c) = <A[p] * H state, B[c]>
         left = weights["candidate_selector.predecessor_codebook"][token]
         middle = weights["candidate_selector.hidden_projection.weight"] @ state
@@ -74,6 +114,8 @@ def reference(
         inputs = torch.cat([state, latent])
         weight, bias = (weights[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
         latent = latent / (1 + (-(weight @ inputs + bias)).exp())
+    if config.recurrent:
+        latent = recurrent(weights, states, path)
     added = torch.zeros(config.vocab_size)
     added[drafted(weights)] = weights["markov_head.markov_w2.weight"] @ latent
     return added
@@ -84,6 +126,15 @@ def drafted(weights: dict[str, Tensor]) -> Tensor:
     if "d2t" not in weights:
         return torch.arange(VOCABULARY)
     return torch.tensor([column + int(offset) for column, offset in enumerate(weights["d2t"])])
+
+
+def path_of(tree: TokenTree, node: int) -> list[int]:
+    """Return the tokens from the root to a node."""
+    tokens = []
+    while node >= 0:
+        tokens.insert(0, int(tree.tokens[node]))
+        node = int(tree.parents[node])
+    return tokens
 
 
 class Checking(Dflash):
@@ -101,25 +152,29 @@ class Checking(Dflash):
             weights, model = self.weights_of(), self.target.model
             matrix = weights.get("lm_head.weight", model.get_output_embeddings().weight)
             logits = torch.full((len(states), VOCABULARY), -math.inf)
-            logits[:, drafted(weights)] = states @ matrix.T
+            cap = getattr(model.config, "final_logit_softcapping", None)
+            product = states @ matrix.T
+            logits[:, drafted(weights)] = torch.tanh(product / cap) * cap if cap else product
             self.expected = logits, states
         step = super().root(tree)
         if step.further is not None:
             self.compare(tree, torch.zeros(1, dtype=torch.int64), step)
-            later = [self.row(i, 0) for i in range(1, len(step.further) + 1)]
+            later = [self.row([0] * i) for i in range(2, len(step.further) + 2)]
             self.compare_rows(self.whole(replace(step, logits=step.further)), later)
         return step
 
     def weights_of(self) -> dict[str, Tensor]:
         return self.head.module.state_dict()
 
-    def row(self, depth: int, token: int) -> Tensor:
+    def row(self, path: list[int]) -> Tensor:
+        """The expected row after a path of tokens from the root."""
         assert self.expected is not None
         logits, states = self.expected
-        config = self.head.config
+        config, depth = self.head.config, len(path) - 1
         if depth >= config.depths:
             return torch.full((VOCABULARY,), -math.inf)
-        added = logits[depth] + reference(self.weights_of(), config, states[depth], token)
+        embeddings = self.target.model.get_input_embeddings().weight
+        added = logits[depth] + reference(self.weights_of(), config, states, path, embeddings)
         most = config.candidates or dflash.MAX_CORRECTED
         if config.rank and most < config.draft_vocab_size:
             outside = torch.ones(VOCABULARY, dtype=torch.bool)
@@ -142,7 +197,7 @@ class Checking(Dflash):
     def compare(self, tree: TokenTree, nodes: Tensor, step: Step) -> None:
         self.compare_rows(
             self.whole(step),
-            [self.row(int(tree.depths[n]), int(tree.tokens[n])) for n in nodes.tolist()],
+            [self.row(path_of(tree, node)) for node in nodes.tolist()],
         )
 
     def compare_rows(self, rows: Tensor, expected: list[Tensor]) -> None:
@@ -202,6 +257,41 @@ def test_the_native_pass_gives_the_same_rows(variant: str) -> None:
     assert draft.worst < 1e-4
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_logits_are_capped_before_they_are_corrected(native: bool) -> None:
+    model = deep("gemma4_text")
+    target = NativeTarget(from_model(model)) if native else HuggingFaceTarget(model)
+    config = block_config(**LAYERS_OF_GEMMA4)
+    state = random_state(config)
+    kind: Any = NativeDflashHead if native else lambda *given: draft_for(target, config).head
+    draft = Checking(kind(config, state, target.lm), target.lm)
+    draft.weights_of = lambda: state  # type: ignore[method-assign]
+    answer = Engine(target, draft, policy_for("ddtree")).generate(PROMPT, max_new_tokens=6)
+    plain = Engine(HuggingFaceTarget(deep("gemma4_text")), None, None)
+    assert answer.token_ids == plain.generate(PROMPT, max_new_tokens=6).token_ids
+    assert draft.checked > 20
+    assert draft.worst < 1e-4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("variant", ["recurrent", "Domino"])
+def test_nodes_below_copied_ones_are_corrected_by_their_whole_path(variant: str) -> None:
+    for order in ([[4, 1], [3, 2]], [[3], [4, 3, 2, 1]], [[1], [2], [3], [4]]):
+        target = HuggingFaceTarget(deep())
+        draft = draft_for(target, block_config(**VARIANTS[variant]), Checking)
+        target.want(draft.traits.features)
+        draft.begin(PROMPT, target.prefill(PROMPT))
+        tree = TokenTree.root(7, 8)
+        draft.root(tree)
+        below = tree.root_alone().ids
+        for token in (3, 9, 4, 9):
+            below = tree.add(below, torch.tensor([token]), torch.zeros(1)).ids
+        for nodes in order:
+            draft.step(tree, Nodes.of(torch.tensor(nodes)))
+        assert draft.checked == 1 + sum(map(len, order))
+        assert draft.worst < 1e-5
+
+
 @torch.inference_mode()
 def rows_of(state: dict[str, Tensor], config: DflashConfig) -> Tensor:
     """Rows after the root and after two of its children, [3, vocabulary]."""
@@ -224,7 +314,9 @@ def rows_of(state: dict[str, Tensor], config: DflashConfig) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("variant", ["gated", "DFlash2", "200 tokens"])
+@pytest.mark.parametrize(
+    "variant", ["gated", "DFlash2", "200 tokens", "recurrent", "Domino", "Gemma 4"]
+)
 def test_every_tensor_changes_what_is_drafted(variant: str) -> None:
     config = block_config(**VARIANTS[variant])
     state = random_state(config)
@@ -233,6 +325,8 @@ def test_every_tensor_changes_what_is_drafted(variant: str) -> None:
     assert torch.equal(rows_of(state, config), rows)
     for name, tensor in state.items():
         changed = state | {name: tensor * 0 if name == "d2t" else tensor * 1.5 + 0.25}
+        if name == "layers.2.layer_scalar":  # which the final norm takes away
+            continue
         assert (rows_of(changed, config) - rows).abs().max() > 1e-3, name
 
 
@@ -257,7 +351,9 @@ class Knowing(Dflash):
         return replace(self.step(tree, tree.root_alone()), hidden=step.hidden)
 
 
-@pytest.mark.parametrize("variant", ["DSpark", "gated", "DFlash2", "200 tokens"])
+@pytest.mark.parametrize(
+    "variant", ["DSpark", "gated", "DFlash2", "200 tokens", "recurrent", "Domino", "Gemma 4"]
+)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "drawn"])
 def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> None:
     expected = Engine(HuggingFaceTarget(deep()), None, None).generate(
@@ -282,7 +378,10 @@ def test_answers_equal_plain_decoding(variant: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("policy", ["ddtree", "caddtree", "auto"])
-@pytest.mark.parametrize("variant", ["gated", "DFlash2", "DFlash2, windows", "200 tokens"])
+@pytest.mark.parametrize(
+    "variant",
+    ["gated", "DFlash2", "DFlash2, windows", "200 tokens", "recurrent", "Domino", "Gemma 4"],
+)
 def test_answers_of_native_blocks_equal_plain_decoding_in_lanes(variant: str, policy: str) -> None:
     target, config = NativeTarget(from_model(deep())), block_config(**VARIANTS[variant])
     plain = Engine(HuggingFaceTarget(deep()), None, None)
@@ -329,6 +428,37 @@ CONVOLVED = nested(
     "DFlash2DraftModel", conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=5
 )
 UNSTATED = "no sample_from_anchor: each row predicts the token after it"
+OF_DOMINO = nested(
+    "DFlashDraftModel",
+    projector_type="domino",
+    emb_dim=6,
+    gru_hidden_dim=10,
+    pure_draft_prefix_len=1,
+    shift_label=True,
+)
+# The fields of a Gemma 4's text, of which DeepSpec's config is a copy, and its own.
+OF_GEMMA4: dict[str, Any] = {
+    name: value for name, value in FLAT.items() if not name.startswith(("rope_", "hidden_act"))
+} | {
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "enable_moe_block": False,
+    "final_logit_softcapping": 20.0,
+    "global_head_dim": 8,
+    "head_dim": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "full_attention": GEMMA4["rope"],
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "use_double_wide_mlp": False,
+}
+LAYERS_OF_GEMMA4 = SPARK | GEMMA4 | {"num_kv_heads": 1}
 
 
 def speculators(algorithm: str, **fields: Any) -> dict[str, Any]:
@@ -363,7 +493,10 @@ WINDOWS: dict[str, Any] = {"windows": (0, 9, 9), "causal": (False, True, True)}
 def written(folder: Path, raw: dict[str, Any], config: DflashConfig, **more: Tensor | None) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    tensors = random_state(config) | more
+    tensors = {
+        name.removeprefix("logit_head."): tensor  # as Domino's are published
+        for name, tensor in (random_state(config) | more).items()
+    }
     save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
         folder / "model.safetensors",
@@ -376,6 +509,20 @@ def written(folder: Path, raw: dict[str, Any], config: DflashConfig, **more: Ten
     [
         (FLAT, SPARK, "DSpark"),
         (FLAT | {"markov_head_type": "gated"}, SPARK | {"gated": True}, "DSpark"),
+        (FLAT | {"markov_head_type": "rnn"}, SPARK | {"recurrent": True}, "DSpark"),
+        (OF_GEMMA4, LAYERS_OF_GEMMA4, "DSpark"),
+        (
+            OF_GEMMA4 | {"attention_k_eq_v": False, "markov_rank": 0},
+            {"anchored": True} | GEMMA4 | {"shared_values": False},
+            "DFlash",
+        ),
+        (OF_DOMINO, DOMINO, "Domino"),
+        (OF_DOMINO | {"architectures": ["DominoDraftModel"]}, DOMINO, "Domino"),
+        (
+            nested("DFlashDraftModel", projector_type="causal_v5", emb_dim=6, gru_hidden_dim=5),
+            {"rank": 6, "gru_size": 5},
+            "Domino",
+        ),
         (FLAT | {"sample_from_anchor": False}, {"rank": 6}, "DSpark"),
         (FLAT | {"dspark_bonus_anchor": True}, {"rank": 6}, "DSpark"),
         (FLAT | {"markov_rank": 0}, {"anchored": True}, "DFlash"),
@@ -397,7 +544,8 @@ def test_published_configs_are_read(
     stated = {"sample_from_anchor", "dspark_bonus_anchor", "shift_label"} & (
         raw.keys() | raw.get("dflash_config", {}).keys()
     )
-    assert (UNSTATED in head.dialect.notes) == (not stated and "selector_rank" not in str(raw))
+    usual = not stated and "selector_rank" not in str(raw) and kind != "Domino"
+    assert (UNSTATED in head.dialect.notes) == usual
     assert all(torch.equal(head.state[key], t) for key, t in random_state(config).items())
 
 
@@ -474,8 +622,30 @@ def test_tensors_that_serve_nothing_are_named(tmp_path: Path) -> None:
     ("raw", "problem"),
     [
         (
-            FLAT | {"markov_head_type": "rnn"},
-            "markov_head_type: got 'rnn', accepted vanilla, gated",
+            FLAT | {"markov_head_type": "fir"},
+            "markov_head_type: got 'fir', accepted vanilla, gated, rnn",
+        ),
+        (
+            FLAT | {"markov_head_type": "rnn", "sample_from_anchor": False},
+            "sample_from_anchor: rnn needs rows",
+        ),
+        (OF_GEMMA4 | {"enable_moe_block": True}, "enable_moe_block: got True, accepted none"),
+        (OF_GEMMA4 | {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: got 8"),
+        (OF_GEMMA4 | {"global_head_dim": None}, "global_head_dim: got None"),
+        (OF_GEMMA4 | {"num_global_key_value_heads": None}, "num_global_key_value_heads: got None"),
+        (OF_GEMMA4 | {"rope_parameters": {}}, "rope_parameters: full_attention is missing"),
+        (
+            OF_GEMMA4 | {"layer_types": ["sliding_attention"] * 3},
+            "accepted 3 of full_attention",
+        ),
+        (nested("DFlashDraftModel", projector_type="domino", emb_dim=6), "gru_hidden_dim: got No"),
+        (
+            nested("DominoDraftModel", projector_type="domino", gru_hidden_dim=6),
+            "emb_dim: got None",
+        ),
+        (
+            nested("DominoDraftModel", emb_dim=6, gru_hidden_dim=10, pure_draft_prefix_len=-1),
+            "pure_draft_prefix_len: got -1",
         ),
         (FLAT | {"markov_rank": -1}, "markov_rank: got -1, accepted a whole number"),
         (FLAT | {"target_layer_ids": None}, "target_layer_ids: is missing"),
@@ -488,13 +658,11 @@ def test_tensors_that_serve_nothing_are_named(tmp_path: Path) -> None:
         (nested("DFlash2DraftModel", selector_rank=2, conv_group_size=5), "conv_group_size: got 5"),
         (nested("DFlash2DraftModel", input_embedding_scale=2.0), "unknown 'input_embedding_scale'"),
         (nested("DFlash2DraftModel", final_logit_softcapping=30.0), "unknown 'final_logit_soft"),
-        (FLAT | {"architectures": ["Gemma4DSparkModel"]}, "a DSpark head, which drafts a block in"),
         (
             FLAT | {"speculators_model_type": "dspark"},
             "transformer_layer_config: is missing",
         ),
-        (speculators("dspark", markov_head_type="rnn"), "markov_head_type: got 'rnn'"),
-        (speculators("dflash", projector_type="domino"), "it is a Domino head"),
+        (speculators("dflash", projector_type="domino"), "Domino heads of speculators are not"),
         (speculators("dflash", aux_hidden_state_layer_ids=[]), "target_layer_ids: is missing"),
         (speculators("dflash2", draft_vocab_size=200), "a DFlash2 head has the target's vocabul"),
         (speculators("dspark", draft_vocab_size=900), "draft_vocab_size: got 900, more than"),
@@ -534,6 +702,42 @@ def test_what_is_not_read_is_refused_by_name(
             SECOND,
             {"layers.1.mlp_conv.base_kernel": torch.zeros(2, 3, 32)},
             "mis-shaped: layers.1.mlp_conv.base_kernel [2, 3, 32] instead of [2, 2, 32]",
+        ),
+        (
+            OF_GEMMA4,
+            LAYERS_OF_GEMMA4,
+            {"layers.2.layer_scalar": None},
+            "missing: layers.2.layer_scalar [1]",
+        ),
+        (
+            OF_GEMMA4,
+            LAYERS_OF_GEMMA4,
+            {"layers.0.self_attn.v_proj.weight": torch.zeros(8, 32)},
+            "unused: layers.0.self_attn.v_proj.weight [8, 32]",
+        ),
+        (
+            OF_GEMMA4 | {"use_double_wide_mlp": True},
+            LAYERS_OF_GEMMA4,
+            {"layers.1.mlp.up_proj.weight": torch.zeros(80, 32)},
+            "mis-shaped: layers.1.mlp.up_proj.weight [80, 32] instead of [40, 32]",
+        ),
+        (
+            FLAT | {"markov_head_type": "rnn"},
+            SPARK | {"recurrent": True},
+            {"markov_head.joint_proj.bias": None},
+            "missing: markov_head.joint_proj.bias [18]",
+        ),
+        (
+            OF_DOMINO,
+            DOMINO,
+            {"logit_head.prefix_gru.weight_hh_l0": None},
+            "missing: prefix_gru.weight_hh_l0 [30, 10]",
+        ),
+        (
+            OF_DOMINO,
+            DOMINO,
+            {"logit_head.embed_proj.2.bias": torch.zeros(VOCABULARY)},
+            "unused: embed_proj.2.bias [260]",
         ),
         (RAW, SECOND, {}, "unused: "),
         (
@@ -581,13 +785,24 @@ def test_other_tensors_are_refused_by_name(
         (CONVOLVED | NEAR, "bfloat16"),
         (speculators("dspark"), "float32"),
         (speculators("dspark"), "bfloat16"),
+        (OF_DOMINO, "float32"),
+        (OF_GEMMA4, "bfloat16"),
     ],
-    ids=["DSpark", "DFlash2", "windows in int8", "200 tokens", "200 tokens in int8"],
+    ids=[
+        "DSpark",
+        "DFlash2",
+        "windows in int8",
+        "200 tokens",
+        "200 tokens in int8",
+        "Domino",
+        "Gemma 4 in int8",
+    ],
 )
 def test_a_folder_drafts_on_both_forwards_for_several_texts(
     tmp_path: Path, raw: Any, dtype: str
 ) -> None:
-    changes = SPARK if raw is FLAT else SECOND
+    changes = SPARK if raw is FLAT else DOMINO if raw is OF_DOMINO else SECOND
+    changes = LAYERS_OF_GEMMA4 if raw is OF_GEMMA4 else changes
     if "speculators_config" in raw:
         changes = SPARK | REDUCED
     folder = written(tmp_path / "head", raw, block_config(**changes))
@@ -631,10 +846,10 @@ def test_answers_under_a_grammar_equal_plain_decoding(changes: dict[str, Any]) -
             assert answer.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("changes", [SPARK, SECOND, SPARK | REDUCED])
+@pytest.mark.parametrize("changes", [SPARK, SECOND, SPARK | REDUCED, DOMINO])
 def test_a_target_with_appended_tokens_is_drafted_for(tmp_path: Path, changes: Any) -> None:
     raw = speculators("dspark") if "own_head" in changes else CONVOLVED
-    raw = FLAT if changes is SPARK else raw
+    raw = FLAT if changes is SPARK else OF_DOMINO if changes is DOMINO else raw
     folder = written(tmp_path / "head", raw, block_config(**changes))
     grown = deep(vocab_size=VOCABULARY + 3)
     engine = Engine.from_pretrained(grown, draft=str(folder), policy="ddtree")
@@ -645,13 +860,13 @@ def test_a_target_with_appended_tokens_is_drafted_for(tmp_path: Path, changes: A
 
 
 def test_such_heads_are_not_written(tmp_path: Path) -> None:
-    for changes in (SPARK, SECOND, {"anchored": True}, REDUCED):
+    for changes in (SPARK, SECOND, {"anchored": True}, REDUCED, DOMINO, GEMMA4):
         config = block_config(**changes)
         with pytest.raises(CheckpointError, match="the dflash layout has no field for it"):
             save_head(config, random_state(config), tmp_path / "out")
 
 
-@pytest.mark.parametrize("changes", [SPARK, SECOND, {"anchored": True}])
+@pytest.mark.parametrize("changes", [SPARK, SECOND, {"anchored": True}, DOMINO, GEMMA4])
 def test_such_heads_are_not_trained(changes: dict[str, Any]) -> None:
     for loss in ("dflash", "ttt"):
         with pytest.raises(InputError, match="DSpark and DFlash2 heads are not trained"):

@@ -134,8 +134,10 @@ class MetadataFields:
 
     def support(self, key: str, reason: str, holds: bool) -> None:
         """Raise UnsupportedModelError, with the value and why it is none, unless `holds`."""
-        shown = str(self.value(key))[:80]
-        require_supported(f"{self.file.path}: {self.architecture}.{key} = {shown} {reason}", holds)
+        require_supported(
+            f"{self.file.path}: {self.architecture}.{key} = {str(self.value(key))[:80]} {reason}",
+            holds,
+        )
 
 
 def config(file: GGUFFile) -> transformers.PretrainedConfig:
@@ -297,8 +299,9 @@ def _sizes(fields: MetadataFields, family: families.Family, form: families.GGUF)
     drafting = (
         fields.value("nextn_predict_layers") or 0
     )  # blocks after its own, which nothing reads
-    holds = type(drafting) is int and drafting >= 0
-    fields.require("nextn_predict_layers", drafting, "0 or more", holds)
+    fields.require(
+        "nextn_predict_layers", drafting, "0 or more", type(drafting) is int and drafting >= 0
+    )
     layers = blocks - drafting
     embedding = fields.file.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
@@ -654,9 +657,8 @@ def tensor_names(
 
     Mostly one; several where a stack of matrices is stored as several, whose rows alternate in transformers'.
     """
-    family = families.known()[config.model_type]
     modules: dict[str, dict[str, None]] = {}
-    for part in family.parts(config):
+    for part in families.known()[config.model_type].parts(config):
         modules.setdefault(part.name.transformers, {})[part.name.gguf] = None
     return {
         name: tuple(
@@ -688,10 +690,9 @@ def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | 
     if module[1] not in family.gguf.pairs:
         return None
     shape = family.shape(config)
-    parts = family.attention.parts(shape)
-    size = next(part.size for part in parts if part.name.gguf == module[1])
-    rows = np.arange(size, dtype=np.int32)
-    return rows.reshape(-1, shape.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    size = next(part.size for part in family.attention.parts(shape) if part.name.gguf == module[1])
+    pairs = np.arange(size, dtype=np.int32).reshape(-1, shape.head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
 
 
 def column_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | None:

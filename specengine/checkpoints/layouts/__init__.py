@@ -31,10 +31,6 @@ MAX_SIZE = 1 << 24  # of any size: torch's counts of elements overflow beyond
 MAX_POSITIONS = 1 << 30
 MAX_DEPTHS = 64
 MAX_FEATURES = 64
-UNREAD = {  # heads that draft blocks and are not read, by words of their configs, and what they have besides
-    "domino": ("Domino", "corrects each position by those before it"),
-    "gemma4dspark": ("DSpark", "has layers of Gemma 4"),
-}
 BLOCKS = "dflash", "dflash2", "dspark"  # speculators' types that the layout of blocks reads
 _ORIGINAL = "original_max_position_embeddings"
 _TEMPERATURES = "draft_temperatures"  # ours; other engines, which read no probabilities, do without
@@ -45,6 +41,7 @@ _ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor",),
+    "proportional": ("partial_rotary_factor",),
 }
 _ROPE_OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": (
@@ -111,7 +108,7 @@ class Layout(ABC):
         self.notes: list[str] = []
         self.version = self.read_version()
         self.names = frozenset(
-            with_prefix(name, self.prefixes(self.version)) for name in self.names
+            with_prefix(name, self.prefixes(raw, self.version)) for name in self.names
         )
 
     @classmethod
@@ -140,7 +137,7 @@ class Layout(ABC):
         """Return the fields of EagleConfig, `version` left out; CheckpointError names the field that is refused."""
 
     @classmethod
-    def prefixes(cls, version: int) -> dict[str, str]:
+    def prefixes(cls, raw: Mapping[str, Any], version: int) -> dict[str, str]:
         """Return the beginnings of tensor names on disk, and those of EagleHead's names in their place."""
         return {}
 
@@ -262,7 +259,8 @@ class Layout(ABC):
         )
         require_intact(
             "partial_rotary_factor: only whole heads are rotated",
-            all(
+            kind == "proportional"
+            or all(
                 one.number("partial_rotary_factor", 1.0, least=0, most=1) == 1.0
                 for one in (fields, stated)
             ),
@@ -351,34 +349,15 @@ def named(name: str) -> type[Layout]:
 
 def is_head(raw: Mapping[str, Any]) -> bool:
     """Return whether a config is that of a draft head and of nothing else. EAGLE-1's in the EAGLE layout is not."""
-    return (
-        "draft_vocab_size" in raw
-        or _unread(raw) is not None
-        or any(named(name).recognises(raw) for name in names())
-    )
-
-
-def _unread(raw: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return family and reason where a config is of a head that drafts blocks and is not read."""
-    words = (
-        f"{raw.get('architectures')} {raw.get('dflash_config')} {raw.get('projector_type')}".lower()
-    )
-    return next((reason for word, reason in UNREAD.items() if word in words), None)
+    return "draft_vocab_size" in raw or any(named(name).recognises(raw) for name in names())
 
 
 def layout_of(raw: Mapping[str, Any]) -> type[Layout]:
     """Return the layout of a config: of those that recognise it, the variant of the others.
 
-    CheckpointError where two recognise it and neither is a variant of the other, and for heads that are not read.
+    CheckpointError where two recognise it and neither is a variant of the other.
     """
-    if unread := _unread(raw):
-        raise CheckpointError(
-            f"it is a {unread[0]} head, which drafts a block in one pass, and {unread[1]}, which is not implemented; "
-            "specengine runs heads of EAGLE-1, EAGLE-2, EAGLE-3, MTP, DFlash, DFlash2 and DSpark with layers of Qwen3. "
-            'draft="recycling" needs no head'
-        )
-    layouts = [named(name) for name in names()]
-    matching = [layout for layout in layouts if layout.recognises(raw)] or [named(FALLBACK)]
+    matching = [one for one in map(named, names()) if one.recognises(raw)] or [named(FALLBACK)]
     matching = [
         one
         for one in matching
@@ -520,6 +499,7 @@ _ROPE_READERS: dict[str, Callable[[HeadFields, str], Any]] = {
     "factor": partial(HeadFields.number, least=1.0, most=1e6),
     "low_freq_factor": partial(HeadFields.number, least=1e-3, most=1e6),
     "high_freq_factor": partial(HeadFields.number, least=1e-3, most=1e6),
+    "partial_rotary_factor": partial(HeadFields.number, least=0.0, most=1.0),
     "attention_factor": partial(HeadFields.number, least=1e-3, most=1e3),
     "beta_fast": partial(HeadFields.number, least=1e-3, most=1e6),
     "beta_slow": partial(HeadFields.number, least=1e-3, most=1e6),

@@ -1,5 +1,6 @@
 """The layout of the EAGLE repository: EAGLE-1, -2 and -3, HASS, and all who train by it. vLLM and SGLang read it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import LAYER_IDS, Layout, Verifier, listed
@@ -15,7 +16,7 @@ class EagleLayout(Layout):
     family = "official"
 
     @classmethod
-    def prefixes(cls, version: int) -> dict[str, str]:
+    def prefixes(cls, raw: Mapping[str, Any], version: int) -> dict[str, str]:
         return {"midlayer.": "layers.0."} if version == 3 else {}
 
     def read_version(self) -> Literal[1, 3]:

@@ -1,5 +1,6 @@
 """The layout of speculators, which vLLM reads: the decoder layer's config is an object of its own."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from specengine.checkpoints.layouts import (
@@ -39,7 +40,7 @@ class Speculators(Layout):
     names_target = True
 
     @classmethod
-    def prefixes(cls, version: int) -> dict[str, str]:
+    def prefixes(cls, raw: Mapping[str, Any], version: int) -> dict[str, str]:
         return {"transformer.": "layers.0.", "fusion_fc.": "fc."} if version == 1 else {}
 
     def read_version(self) -> Literal[1, 3]:

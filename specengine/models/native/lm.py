@@ -708,6 +708,14 @@ class NativeMtpHead(MtpHead):
         return run_from(self._lm.packing.decoder, inputs, at, self.cache, visible).to(self.dtype)
 
 
+GEMMA4_NAMES = {  # of a layer, and csrc/cpu's names
+    "layer_scalar": "scale",
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_output_norm",
+}
+
+
 class NativeDflashHead(DflashHead):
     """Run a DFlash, DSpark or DFlash2 head on the C++ forward; torch corrects logits, in float32.
 
@@ -727,10 +735,17 @@ class NativeDflashHead(DflashHead):
         table = state.get(
             "lm_head.weight", state["fc.weight"].new_zeros(TINY_VOCABULARY, config.hidden_size)
         )
+        names = GEMMA4_NAMES if config.gemma4 else {}
         tensors = {"embed_tokens.weight": table} | {
-            name: tensor.flatten() if tensor.ndim > 2 else tensor
+            ".".join(names.get(module, module) for module in name.split(".")): (
+                tensor.flatten() if tensor.ndim > 2 else tensor
+            )
             for name, tensor in state.items()
             if name.startswith(("fc.", "hidden_norm.", "layers.", "norm."))
+        }
+        tensors |= {
+            f"layers.{number}.self_attn.v_norm.weight": torch.ones(config.head_dim)
+            for number in range(config.num_layers * config.gemma4)
         }
         weights = packed_head({f"model.{key}": tensor for key, tensor in tensors.items()}, target)
         net.fc = net.layers = net.lm_head = None  # their weights are packed
@@ -747,7 +762,8 @@ class NativeDflashHead(DflashHead):
                 config.head_dim,
             ],
             ACTIVATIONS[config.hidden_act],
-            [config.rms_norm_eps, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0],  # no factors
+            # of scores, where not by the size of a head; no others
+            [config.rms_norm_eps, float(config.gemma4), 1.0, 1.0, 1.0, 0.0, 1.0],
             weights,
             [(frequencies.tolist(), scale)],
             [(0, window) for window in config.windows],

@@ -206,8 +206,9 @@ class Source(ABC):
             if packed and (tied or layer in layers):
                 order = slice(None) if weight.order is None else weight.order.long()
                 rows = weight.rows(0, weight.shape[0]).view(weight.shape[0], -1)[order]
-                name = family.head.transformers if tied else layer
-                matrices[name] = quantized_blocks(weight.kind, rows)
+                matrices[family.head.transformers if tied else layer] = quantized_blocks(
+                    weight.kind, rows
+                )
             if not packed or layer not in layers:
                 numbers = self.tensor(weight.name) if packed else weight.rows(0, weight.shape[0])
                 yield weight.name, numbers.view(shapes[weight.name])
@@ -658,9 +659,8 @@ def add_weight(
     """
     count = weight.shape[0]
     if len(weight.shape) == 1:
-        values = weight.rows(0, count).float()
         order = slice(None) if weight.order is None else weight.order.long()
-        weights.add_vector(weight.name, values[order].contiguous())
+        weights.add_vector(weight.name, weight.rows(0, count).float()[order].contiguous())
         return ""
     kind = weight.kind if weight.name.endswith(_UNROUNDED) else kinds[weight.kind]
     if weight.place is not None:

@@ -41,7 +41,8 @@ def check_fit(loss: Loss, head: EagleHead) -> None:
         "DSpark and DFlash2 heads are not trained",
         (loss.name == "dflash") == isinstance(head, DflashNet)
         and not getattr(head.config, "rank", 0)
-        and not getattr(head.config, "anchored", False),
+        and not getattr(head.config, "anchored", False)
+        and not getattr(head.config, "gemma4", False),
     )
     require_input(
         f"steps: got {loss.steps}, the head predicts {head.config.depths}",

@@ -22,7 +22,6 @@ from specengine.models.eagle import (
     EagleConfig,
     EagleHead,
     default_layer_ids,
-    embed,
     head_from,
 )
 from specengine.models.native import NativeLM
@@ -170,7 +169,7 @@ def start_from_text(head: EagleHead, teacher: HeadTeacher, batches: Sequence[Ten
     products = torch.zeros(2 * size + 1, 3 * size + 1, dtype=torch.float64, device=device)
     for tokens in batches:
         features = teacher.read(tokens.to(device)).features.double()
-        embedded = embed(head, teacher.model, tokens[:, 1:].to(device)).double()
+        embedded = teacher.embed(head, tokens[:, 1:].to(device)).double()
         columns = [features[:, :-1], torch.ones_like(features[:, 1:, :1]), features[:, 1:]]
         rows = torch.cat([embedded, *columns], -1).flatten(0, 1)
         products += rows[:, : 2 * size + 1].T @ rows

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import require_supported
-from specengine.models.eagle import EagleHead, embed, embed_for
+from specengine.models.eagle import EagleHead, embed_for
 from specengine.train.text.corpus import Text
 
 
@@ -190,7 +191,9 @@ class Teacher(HeadTeacher):
         return self.model.get_output_embeddings()
 
     def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
-        return embed(head, self.model, tokens)
+        of_target = self.model.get_input_embeddings()
+        table = head.embed_tokens if head.config.own_embeddings else of_target
+        return embedding(tokens, table.weight).to(head.dtype)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:
