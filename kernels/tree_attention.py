@@ -4,7 +4,8 @@ The rows of the query heads that share a key-value head are packed into one tile
 per tile. Full prefix tiles carry no mask. The prefix is cut into splits that run side by side, and the tree is one of
 its own; a second kernel merges them. The grid is fixed by shapes alone, lengths are read on the device: one captured
 graph serves every length. A short prefix has fewer splits than the grid has room for: the others have nothing to do,
-and are not merged. Nothing is summed atomically, so equal inputs give equal bits.
+and are not merged. Caches of several sequences may lie anywhere: a table says where. Nothing is summed atomically, so
+equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ NUMBERS = ("prefix_len", "n_q", "n_tree")  # one each: where they stand makes no
 
 @triton.jit(
     do_not_specialize=["words_batch", "words_node", "kv_heads", "rows", "n_words"],
-    do_not_specialize_on_alignment=["words", *NUMBERS],
+    do_not_specialize_on_alignment=["words", "table", *NUMBERS],
 )
 def _attend(
     q,
@@ -136,6 +137,7 @@ def _attend(
     prefix_len,
     n_q,
     n_tree,
+    table,
     out,
     lse,
     partial,
@@ -181,8 +183,13 @@ def _attend(
     live = node < live_nodes
     columns, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     sequence = sequence.to(tl.int64)
-    k += sequence * k_batch + kv_head.to(tl.int64) * k_head
-    v += sequence * v_batch + kv_head.to(tl.int64) * v_head
+    if table is not None:
+        first, step = tl.load(table + 2 * sequence), tl.load(table + 2 * sequence + 1)
+        k += tl.multiple_of(first + kv_head * step, 16)
+        v = k + tl.multiple_of(kv_heads * step, 16)
+    else:
+        k += sequence * k_batch + kv_head.to(tl.int64) * k_head
+        v += sequence * v_batch + kv_head.to(tl.int64) * v_head
     words += sequence * words_batch + node * words_node
     query = tl.load(
         q + sequence * q_batch + (node * q_node + head * q_head)[:, None] + dims[None, :],
@@ -399,6 +406,7 @@ def tree_attention(
     n_q: Tensor,
     n_tree: Tensor,
     *,
+    table: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -412,7 +420,9 @@ def tree_attention(
     q: [B, Nq, Hq, D], already rotated; k_cache, v_cache: [B, Hkv, S, D], Hq a multiple of Hkv, the dtype of q; node j
     stands in slot prefix_len + j. words: int64 [B, Nq, ceil(nodes / 64)], bit j % 64 of word j // 64 is set where the
     row sees node j. prefix_len, n_q, n_tree: int32 [B] on the device, prefix_len + n_tree <= S. Last dimensions are
-    contiguous, other strides free. scale: positive, 1 / sqrt(D) unless given.
+    contiguous, other strides free. table: int64 [B, 2], of each sequence how many numbers after k_cache its own begins,
+    and how many each of its heads takes, multiples of 16; its values stand after its keys. k_cache and v_cache are then
+    those of the longest cache, expanded to B. scale: positive, 1 / sqrt(D) unless given.
     Returns `out` [B, Nq, Hq, D]; `lse` float32 [B, Nq, Hq], contiguous, gets the natural logs of the softmax sums.
     Rows from n_q on and rows that see nothing give 0 and -inf. Slots from prefix_len + n_tree on are not read.
     Capturable; allocates nothing where `out` and `workspace` (`workspace_for`) are given. `upcast` multiplies in
@@ -425,6 +435,8 @@ def tree_attention(
         raise ValueError(
             f"words: int64 [{batch}, {nodes}, words] is needed, got {words.dtype} {list(words.shape)}"
         )
+    if table is not None:
+        check_table(table, batch, k_cache)
     rows = nodes * groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tiles = tiles_for(rows, size, q.dtype, shared_bytes(q.device)) if tiles is None else tiles
@@ -445,6 +457,7 @@ def tree_attention(
         prefix_len,
         n_q,
         n_tree,
+        table,
         out,
         lse,
         partial,
@@ -489,6 +502,15 @@ def tree_attention(
             num_warps=4,
         )
     return out
+
+
+def check_table(table: Tensor, batch: int, cache: Tensor) -> None:
+    """Raise ValueError if this is no table of where caches are, or where these are not dense."""
+    dense = cache.stride()[-2:] == (cache.shape[-1], 1)
+    if table.dtype is not torch.int64 or table.shape != (batch, 2) or not dense:
+        raise ValueError(
+            f"table: int64 [{batch}, 2] of dense caches is needed, got {table.dtype} {list(table.shape)}"
+        )
 
 
 def check_caches(

@@ -608,6 +608,9 @@ class CapturedLanes:
         self._words = ops.own_bits(1, device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._failed: list[int] = []  # addresses of the slabs with which a capture failed
+        # addresses of all slabs, and the tables that say where they lie
+        self._addresses: list[int] = []
+        self._tables = self._one
         for lane in lanes:
             lane.joined = self
 
@@ -615,13 +618,10 @@ class CapturedLanes:
         """Run rows of several texts, and fill their results."""
         lm, caches = self.weights_of, [lane.cache for lane in self._lanes]
         places = {id(cache): place for place, cache in enumerate(caches)}
-        slabs = [cache.slab.data_ptr() for cache in caches]
         single = all(len(rows.tokens) == 1 and isinstance(rows.tree, Rows) for rows in batch)
-        if not single or slabs == self._failed:
+        if not single or self.locate() == self._failed:
             lm.run_lanes(batch)
             return
-        for lane in self._lanes:
-            lane.cache.reserve(len(lane.tokens) + 1)
         for rows in batch:
             self._tokens[places[id(rows.cache)]].copy_(rows.tokens)
         features = max((rows.features for rows in batch), key=len)
@@ -629,10 +629,10 @@ class CapturedLanes:
         began = time.perf_counter()
         try:
             logits, states = self.graphs.run(
-                f"lanes {features}", reads, partial(self.run, features)
+                f"lanes {features}", [*reads, self._tables], partial(self.run, features)
             )
         except CaptureError:
-            self._failed = slabs
+            self._failed = self._addresses
             lm.run_lanes(batch)
             return
         lm.seconds += time.perf_counter() - began
@@ -642,14 +642,26 @@ class CapturedLanes:
             if states is not None:  # the next run overwrites them
                 rows.states = states[place : place + 1].clone()
 
+    def locate(self) -> list[int]:
+        """Make room for a row of every lane; return where their slabs are, which `run` has to know."""
+        for lane in self._lanes:
+            lane.cache.reserve(len(lane.tokens) + 1)
+        slabs = [lane.cache.slab for lane in self._lanes]
+        addresses = [slab.data_ptr() for slab in slabs]
+        if addresses != self._addresses:
+            self._addresses, self._tables = addresses, ops.tables_of(slabs)
+        return addresses
+
     def run(self, features: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Return logits and features of a row of every lane, at the end of its cache."""
+        filled = [lane.cache.filled for lane in self._lanes]
+        ends = (torch.cat(filled) if len(filled) > 1 else filled[0]).long()
         batch = []
-        for lane, token in zip(self._lanes, self._tokens, strict=True):
-            cache, end = lane.cache, lane.cache.filled.long()
-            rows = Rows(token, end, self._words, end, cache.filled, self._one)
-            batch.append(ModuleRows(lane.lm, token, end, cache, rows, features, rated=True))
-        return lane.lm.run_lanes(batch)
+        for lane, token, end in zip(self._lanes, self._tokens, ends.split(1), strict=True):
+            rows = Rows(token, end, self._words, end, lane.cache.filled, self._one)
+            batch.append(ModuleRows(lane.lm, token, end, lane.cache, rows, features, rated=True))
+        slabs = ops.Slabs.by_layer([rows.cache.slab for rows in batch], self._tables)
+        return self.weights_of.run_lanes(batch, slabs)
 
 
 def is_guided(source: Drafter | None) -> bool:

@@ -4,7 +4,7 @@ The keyword `tree` given to a model's forward reaches `tree_attention_forward`: 
 with sliding windows see the last tokens alone: they are masked by position, as nodes stand in other slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from specengine import ops
 from specengine.models.kv_cache import KVCache, Rows
-from specengine.ops import WORD_BITS
+from specengine.ops import WORD_BITS, Slabs
 
 ATTENTION = "specengine"
 LARGEST_FLASH_HEAD = 256  # channels that flash-attn takes
@@ -69,14 +69,21 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class Joined:
     """Visibility of the rows of several texts, each over a cache of its own.
 
-    caches, trees, counts: of each text, the latter the number of its rows; stored: keys and values in its cache of the
-    layer that runs
+    caches, trees, counts: of each text, the latter the number of its rows; slabs: by layer, where each has one row, so
+    that attention may be one operation; stored: keys and values in its cache of the layer that runs
     """
 
     caches: list[KVCache]
     trees: list[Rows | Prompt]
     counts: list[int]
+    slabs: Sequence[Slabs] = ()
     stored: list[Any] = field(default_factory=list)
+
+    @property
+    def at_once(self) -> bool:
+        """Return whether one operation attends for several texts: `slabs` are there, and no layer slides."""
+        several = bool(self.slabs) and len(self.caches) > 1
+        return several and all(cast(Rows, rows).places is None for rows in self.trees)
 
 
 class NeedsDenseMask(Exception):

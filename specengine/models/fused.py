@@ -25,7 +25,7 @@ from specengine.models.attention import Joined, Prompt, attend, tree_attention_f
 from specengine.models.configs import STEADY_ROPES
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.twins import QuantizedLinear, is_changed
-from specengine.ops import Rotation
+from specengine.ops import Rotation, Slabs
 
 DEVICES: tuple[str, ...] = ("cuda",)
 OPS = ("add_rms_norm", "rope_store", "silu_mul")
@@ -145,10 +145,13 @@ class _Layer:
 
 @dataclass
 class _Place:
-    """Where the rows of one forward stand: what they see, their slots in the cache, and their rotation."""
+    """Where the rows of one forward stand: what they see, their slots in the cache, and their rotation.
 
-    slab: Tensor
-    tree: Rows | Prompt
+    slab: by layer; of several texts with a row each, with `live` slots that were filled before, Slabs
+    """
+
+    slab: Tensor | Sequence[Slabs]
+    tree: Rows | Prompt | Joined
     slot: Tensor
     live: Tensor
     end: int  # of a prompt
@@ -193,7 +196,7 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of the rows to keep, by default all, and the features of all, as CausalLM.forward does."""
         states = self._decoder.embed_tokens(tokens)
-        if isinstance(tree, Joined):
+        if isinstance(tree, Joined) and not (tree.at_once and self._steady):
             pieces = (rows.split(tree.counts) for rows in (states, positions))
             places = [*map(self._place, *pieces, tree.caches, tree.trees)]
         else:
@@ -213,15 +216,15 @@ class Fused:
         return self._model.get_output_embeddings()(kept_states), selected_features
 
     def _place(
-        self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt
+        self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt | Joined
     ) -> _Place:
         rows, device = len(states), states.device
+        if isinstance(tree, Joined):
+            tables = self._lasting_tables(states, max(tree.caches, key=lambda each: each.capacity))
+            filled = torch.cat([each.filled for each in tree.caches])
+            return _Place(tree.slabs, tree, filled.long(), filled, 0, positions, *tables)
         if self._steady and isinstance(tree, Rows):
-            tables = self._lasting.get(cache)
-            if tables is None or len(tables[0]) != cache.capacity:
-                tables = self._lasting[cache] = self._tables(
-                    states, torch.arange(cache.capacity, device=device, dtype=torch.int64)
-                )
+            tables = self._lasting_tables(states, cache)
             return _Place(cache.slab, tree, tree.slot, tree.live, 0, positions, *tables)
         tables = self._tables(states, positions)
         index = torch.arange(rows, device=device, dtype=torch.int64)  # the tables are of these rows
@@ -231,6 +234,14 @@ class Fused:
         return _Place(
             cache.slab, tree, cache.filled.long(), live, tree.before + rows, index, *tables
         )
+
+    def _lasting_tables(self, states: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of all positions of a cache."""
+        tables = self._lasting.get(cache)
+        if tables is None or len(tables[0]) != cache.capacity:
+            every = torch.arange(cache.capacity, device=states.device, dtype=torch.int64)
+            tables = self._lasting[cache] = self._tables(states, every)
+        return tables
 
     def _tables(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines as the modules have them at these positions, float32 [positions, size / 2]."""
@@ -272,6 +283,8 @@ class Fused:
         turn = Rotation(place.cosines, place.sines, q_weight, k_weight, eps, stepwise=True)
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
+        if isinstance(slab, Slabs):
+            return ops.lanes_attention(query, slab, place.live, attention.scaling).transpose(0, 1)
         if isinstance(place.tree, Rows):
             return attend(
                 query, slab[0], slab[1], place.tree, attention.scaling, layer.window

@@ -55,7 +55,7 @@ from specengine.models.refusals import (
     refuse_unsupported,
 )
 from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
-from specengine.ops import Nodes
+from specengine.ops import Nodes, Slabs
 from specengine.ops.cuda_graphs import room
 from specengine.ops.tree import TokenTree
 
@@ -543,10 +543,13 @@ class CausalLM:
         positions = torch.arange(start, end, dtype=torch.int64, device=self.device)
         return ModuleRows(self, ids, positions, cache, Prompt(start), features)
 
-    def run_lanes(self, batch: Sequence[ModuleRows]) -> tuple[Tensor, Tensor | None]:
+    def run_lanes(
+        self, batch: Sequence[ModuleRows], slabs: Sequence[Slabs] = ()
+    ) -> tuple[Tensor, Tensor | None]:
         """Run rows of several texts in one forward, and fill their results. Caches are the texts' own.
 
-        Returns the logits of all that want them, and the features of all.
+        slabs: by layer, where each text has one row, and its logits are wanted. Returns the logits of all that want
+        them, and the features of all.
         """
         began = time.perf_counter()
         batch = sorted(batch, key=lambda rows: rows.rated)  # logits are those of the last rows
@@ -556,7 +559,8 @@ class CausalLM:
                 self._note_places(rows.cache, rows.tree)
         tokens = torch.cat([rows.tokens for rows in batch])
         positions = torch.cat([rows.positions for rows in batch]).clamp(max=self.max_context - 1)
-        joined = Joined([rows.cache for rows in batch], [rows.tree for rows in batch], counts)
+        caches, trees = ([getattr(rows, name) for rows in batch] for name in ("cache", "tree"))
+        joined = Joined(caches, trees, counts, slabs)
         features = max((rows.features for rows in batch), key=len)
         unrated = sum(len(rows.tokens) for rows in batch if not rows.rated)
         keep = torch.arange(unrated, len(tokens), dtype=torch.int64, device=self.device)

@@ -31,11 +31,14 @@ from specengine.ops._registry import (
 from specengine.ops.attention import (
     Paths,
     Rotation,
+    Slabs,
     cached_attention,
+    lanes_attention,
     order_paths,
     pack_mask,
     rope_store,
     strict_cached_attention,
+    tables_of,
     tree_attention,
 )
 from specengine.ops.choose import (
@@ -148,6 +151,7 @@ __all__ = [
     "Rotation",
     "Search",
     "SearchState",
+    "Slabs",
     "Throughput",
     "Truncation",
     "Walked",
@@ -184,6 +188,7 @@ __all__ = [
     "is_served",
     "keep_likely",
     "keyed_gumbel_argmax",
+    "lanes_attention",
     "level_rows",
     "meaning",
     "mix_rows",
@@ -210,6 +215,7 @@ __all__ = [
     "step_queues",
     "strict_cached_attention",
     "subtree",
+    "tables_of",
     "top_children",
     "top_entropy",
     "tree_attention",

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -104,6 +104,8 @@ def _called(names: tuple[str, ...], arguments: tuple[Any, ...]) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = [_copied(part) for part in value]
+        if isinstance(value, attention.Slabs):  # whose table says where they lie
+            return _slabs(parts[0])
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -210,6 +212,11 @@ def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Ten
     return query, key, value
 
 
+def _slabs(each: Sequence[Tensor]) -> attention.Slabs:
+    caches = [slab[None] for slab in each]
+    return attention.Slabs.by_layer(caches, attention.tables_of(caches))[0]
+
+
 def attention_of(heads: Heads, device: torch.device) -> Inputs:
     """Return inputs of `cached_attention` with these heads: a tree for each kind of tiles, after a split prefix."""
     inputs = []
@@ -296,6 +303,14 @@ INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
             *_rows(device),
             _tree(device, 5)[5],
             *(_count(device, slots) for slots in (60, 4, 5)),  # prefix, live, seen
+            SIZE**-0.5,
+        )
+    ],
+    "lanes_attention": lambda device: [
+        (
+            _rows(device)[0][:, :2],
+            _slabs([_wave(device, 2, HEADS // 2, slots, SIZE) for slots in (64, 32)]),
+            _whole(device, 50, 7).int(),
             SIZE**-0.5,
         )
     ],

@@ -1,7 +1,8 @@
 """Ops over a key-value cache: attention, and the rotated keys and values written there."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specengine.ops._meanings import WORD_BITS, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.networks import rms_norm
+from specengine.ops.tree import sent
 
 CHUNK = 64  # positions that are summed together
 
@@ -37,6 +39,39 @@ class Rotation(NamedTuple):
     k_norm: Tensor | None = None
     eps: float = 0.0
     stepwise: bool = False
+
+
+class Slabs(NamedTuple):
+    """Caches of several texts on one device, of which each row has its own.
+
+    each   [2, Hkv, capacity, D], of keys and of values, as part of a dense tensor; capacities differ
+    table  int64 [n, 2], of each how many numbers after the longest one it begins, and the numbers of a head
+    """
+
+    each: tuple[Tensor, ...]
+    table: Tensor
+
+    @classmethod
+    def by_layer(cls, caches: Sequence[Tensor], tables: Tensor) -> "list[Slabs]":
+        """Return those of each layer of caches, [layers, 2, Hkv, capacity, D]; tables: by `tables_of`."""
+        return [cls(*layer) for layer in zip(zip(*caches, strict=True), tables, strict=True)]
+
+
+def tables_of(caches: Sequence[Tensor]) -> Tensor:
+    """Return the tables of `Slabs.by_layer`, int64 [layers, n, 2]; they name addresses, and keep no cache alive."""
+    places = [
+        [
+            [(slab.data_ptr() - longest(slabs).data_ptr()) // slab.element_size(), slab.stride(1)]
+            for slab in slabs
+        ]
+        for slabs in zip(*caches, strict=True)
+    ]
+    return sent(cast(Any, places), torch.int64, caches[0].device)
+
+
+def longest(slabs: Sequence[Tensor]) -> Tensor:
+    """Return the first of the longest slabs."""
+    return max(slabs, key=lambda slab: slab.shape[2])
 
 
 @op
@@ -156,17 +191,43 @@ def cached_attention(
 
 
 @op
+def lanes_attention(query: Tensor, slabs: Slabs, filled: Tensor, scale: float) -> Tensor:
+    """Return attention of one row of each text over its own cache: its first `filled` slots, and the one after them.
+
+    query: [Hq, n, D]; filled: int32 [n]. Returns [Hq, n, D]. The contents of other slots, NaN too, change nothing. No
+    host read, so it can be captured.
+    """
+    for slab in slabs.each:
+        _require_heads(query, slab[0], slab[1])
+    rows = query.shape[1]
+    require(f"table: int64 [{rows}, 2]; filled: int32 [{rows}]", slabs.table, filled)
+    if run := kernels.lanes_attention[query.device]:
+        return run(query, slabs, filled, scale)
+    one = torch.ones(1, dtype=torch.int32, device=query.device)
+    texts = zip(query.split(1, 1), slabs.each, filled.split(1), strict=True)
+    return torch.cat(
+        [
+            cached_attention(row, slab[0], slab[1], one.long()[None], length, one, one, scale)
+            for row, slab, length in texts
+        ],
+        1,
+    )
+
+
+@op
 def rope_store(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     positions: Tensor,
     tables: tuple[Tensor, Tensor] | Rotation,
-    slab: Tensor,
+    slab: Tensor | Slabs,
     slot: Tensor,
     live: Tensor,
 ) -> Tensor:
     """Return the queries rotated by their positions; store rotated keys and values in the slots from `slot` on.
+
+    Of Slabs each row goes to slot[i], int64 [n], of its own; live is then int32 [n], and says nothing.
 
     query: [Hq, n, D]; key, value: [Hkv, n, D]; slab: [2, Hkv, capacity, D], of keys and of values, one floating dtype.
     positions: int64 [n]; tables: cosines and sines, float32 [positions, D / 2]; slot: int64 [1]; live: int32 [1]; all
@@ -185,11 +246,15 @@ def rope_store(
         key,
         value,
     )
+    slabs = slab.each if isinstance(slab, Slabs) else (slab,)
     refuse_unless(
-        (slab.shape[:2], *slab.shape[3:], slab.dtype) == ((2, key.shape[0]), size, key.dtype),
+        all(
+            (one.shape[:2], *one.shape[3:], one.dtype) == ((2, key.shape[0]), size, key.dtype)
+            for one in slabs
+        ),
         "slab",
         f"[2, {key.shape[0]}, capacity, {size}], of the dtype of key",
-        slab,
+        *slabs,
     )
     refuse_unless(
         all(table.dtype is torch.float32 and table.shape[1:] == (size // 2,) for table in turn[:2]),
@@ -228,9 +293,13 @@ def rope_store(
             states.dtype
         )
 
-    slots = slot + torch.arange(positions.shape[0], device=slab.device, dtype=torch.int64)
-    for cache, stored in ((slab[0], rotated(key)), (slab[1], value)):
-        cache.index_copy_(1, slots, stored)
+    slots, stored = slot, torch.stack((rotated(key), value))
+    if not isinstance(slab, Slabs):
+        slots = slot + torch.arange(rows, device=slot.device, dtype=torch.int64)
+    for one, into, states in zip(
+        slabs, slots.chunk(len(slabs)), stored.chunk(len(slabs), 2), strict=True
+    ):
+        one.index_copy_(2, into, states)
     return rotated(query)
 
 

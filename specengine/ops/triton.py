@@ -39,7 +39,7 @@ from specengine.ops._registry import (
     refuse_in_captures,
     warn_of_fault,
 )
-from specengine.ops.attention import Paths, Rotation
+from specengine.ops.attention import Paths, Rotation, Slabs, longest
 from specengine.ops.choose import signed
 from specengine.ops.select import LARGEST, Candidates
 from specengine.ops.tree import Arrays, Walked
@@ -287,6 +287,33 @@ def _cached_attention(
     )[0].transpose(0, 1)
 
 
+def lanes_attention(query: Tensor, slabs: Slabs, filled: Tensor, scale: float) -> Tensor:
+    caches = longest(slabs.each)
+    if not _takes("cached_attention", query, caches[0], caches[1], scale):
+        return by_meaning(attention.lanes_attention, query, slabs, filled, scale)
+    words, one = _one_node(len(filled), query.device)
+    keys, values = (cache[None].expand(len(filled), -1, -1, -1) for cache in caches)
+    return attention_kernel.tree_attention(
+        query.transpose(0, 1)[:, None],
+        keys,
+        values,
+        words,
+        filled,
+        one,
+        one,
+        table=slabs.table,
+        scale=scale,
+        upcast=INTERPRETED,
+    )[:, 0].transpose(0, 1)
+
+
+@cache
+def _one_node(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return words that name one node for each row, int64 [rows, 1, 1], and its number, int32 [rows]."""
+    ones = torch.ones(rows, dtype=torch.int32, device=device)
+    return ones.long()[:, None, None], ones
+
+
 def strict_cached_attention(
     query: Tensor,
     key: Tensor,
@@ -365,12 +392,13 @@ def rope_store(
     value: Tensor,
     positions: Tensor,
     turn: Rotation,
-    slab: Tensor,
+    slab: Tensor | Slabs,
     slot: Tensor,
     live: Tensor,
 ) -> Tensor:
     weights = [weight for weight in (turn.q_norm, turn.k_norm) if weight is not None]
-    dense = query.stride(2) == key.stride(2) == value.stride(2) == slab.stride(3) == 1
+    cache = longest(slab.each) if isinstance(slab, Slabs) else slab
+    dense = query.stride(2) == key.stride(2) == value.stride(2) == cache.stride(3) == 1
     if not dense or any(weight.stride(0) != 1 for weight in weights):
         return by_meaning(
             attention.rope_store, query, key, value, positions, turn, slab, slot, live
@@ -382,13 +410,14 @@ def rope_store(
         positions,
         cosines,
         sines,
-        slab[0],
-        slab[1],
+        cache[0],
+        cache[1],
         slot,
         live,
         *norms,
         eps,
         stepwise=stepwise,
+        table=slab.table if isinstance(slab, Slabs) else None,
     ).transpose(0, 1)
 
 

@@ -210,8 +210,13 @@ def by_meanings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_served", lambda *_: True)
 
 
-def on_the_device(draft: str = "plain", policy: str = "eagle") -> Engine:
-    model = pretended.moved(tiny("llama", num_hidden_layers=LAYERS))
+def small(family: str) -> Any:
+    changes = {"sliding_window": 8} if family == "mistral" else {}
+    return tiny(family, num_hidden_layers=LAYERS, **changes)
+
+
+def on_the_device(draft: str = "plain", policy: str = "eagle", family: str = "llama") -> Engine:
+    model = pretended.moved(small(family))
     target = HuggingFaceTarget(model, captured=True)
     assert target.lm.modules == "fused"
     drafter: Any = EagleDraft(head(), target.lm) if draft == "eagle3" else None
@@ -223,8 +228,8 @@ def head() -> Any:
     return pretended.moved(toy.tiny_head(config))
 
 
-def alone(asked: list[list[int]], **options: Any) -> list[list[int]]:
-    engine = Engine(HuggingFaceTarget(tiny("llama", num_hidden_layers=LAYERS)), None, None)
+def alone(asked: list[list[int]], family: str = "llama", **options: Any) -> list[list[int]]:
+    engine = Engine(HuggingFaceTarget(small(family)), None, None)
     return [engine.generate(prompt, **options).token_ids for prompt in asked]
 
 
@@ -249,6 +254,32 @@ def test_eight_texts_on_a_device_are_one_graph(options: dict[str, Any]) -> None:
         assert lane.joined.graphs.captures == {"lanes ()": 1}
         assert all(known.graph is not None for known in lane.joined.graphs._captured.values())
     assert pool.scheduler.forwards < 30
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+@pytest.mark.parametrize(("family", "at_once"), [("llama", True), ("mistral", False)])
+def test_attention_of_all_texts_is_one_operation(
+    family: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no layer slides, of texts that begin and end at different times, whose caches have several sizes."""
+    monkeypatch.setattr(cuda_graphs, "MIN_SLOTS", 16)
+    monkeypatch.setattr(kv_cache, "GRANULE", 8)
+    attend, rows = ops.lanes_attention, list[int]()
+
+    def counted(query: Tensor, *given: Any) -> Tensor:
+        rows.append(query.shape[1])
+        return attend(query, *given)
+
+    monkeypatch.setattr(ops, "lanes_attention", counted)
+    asked, options = [[1, 2, 3], [5] * 40, [7, 8] * 9], {"max_new_tokens": 9, "eos_token_id": []}
+    expected = alone(asked, family, **options)
+    with pretended.cuda():
+        pool = Pool(on_the_device(family=family), 3, MEMORY)
+        assert tokens(pool.generate(asked, **options)) == expected
+        capacities = {engine.target.cache.capacity for engine in pool.engines}
+    assert set(rows) == ({3} if at_once else set())
+    assert len(capacities) > 1
 
 
 @pretends

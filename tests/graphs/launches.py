@@ -49,6 +49,7 @@ SERVED = {
         "couple",
         "gather_norms",
         "gather_rows",
+        "lanes_attention",
         "level_rows",
         "record_walk",
         "rope_store",
@@ -271,6 +272,7 @@ def joined(texts: int, layers: int) -> int:
         model = pretended.moved(toy.tiny("llama", num_hidden_layers=layers).bfloat16())
         target = HuggingFaceTarget(model, captured=True, merge=True)  # type: ignore[arg-type]
         lanes = CapturedLanes([ModuleLane(target) for _ in range(texts)])
+        lanes.locate()
         lanes.run(())  # what is made on first use is not part of a graph
         stand_ins.more = 0
         graph = torch.cuda.CUDAGraph()

@@ -245,15 +245,17 @@ def attention(
     splits: int | None = None,
     tiles: list[int] | None = None,
     slots: int = 4352,
+    texts: int = 1,
 ) -> None:
+    """texts: sequences; of more than one a table finds the caches."""
     kind, kv_heads = getattr(torch, dtype), 8
-    q = torch.empty(1, nodes, groups * kv_heads, size, dtype=kind)
-    cache = torch.empty(1, kv_heads, slots, size, dtype=kind)
-    words, one = torch.empty(1, nodes, 4, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
-    chosen = tree_attention.Tiles(*tiles) if tiles else None
-    tree_attention.tree_attention(
-        q, cache, cache, words, one, one, one, splits=splits, tiles=chosen
-    )
+    q = torch.empty(texts, nodes, groups * kv_heads, size, dtype=kind)
+    cache = torch.empty(1, kv_heads, slots, size, dtype=kind).expand(texts, -1, -1, -1)
+    words, ones = torch.empty(texts, nodes, 4, dtype=torch.int64), torch.empty(texts).int()
+    options = {"splits": splits, "tiles": tree_attention.Tiles(*tiles) if tiles else None}
+    if texts > 1:
+        options |= {"table": torch.empty(texts, 2, dtype=torch.int64)}
+    tree_attention.tree_attention(q, cache, cache, words, ones, ones, ones, **options)
 
 
 def strict(groups: int, size: int, dtype: str) -> None:
@@ -348,7 +350,8 @@ def enter(width: int, channels: int, dtype: str) -> None:
 
 
 def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
-    """way: `` for heads, `stepwise` for layers of a target, `normed` where those norm queries and keys."""
+    """way: `` for heads, `stepwise` for layers of a target, `normed` where those norm queries and keys, `texts` where
+    each row has a cache of its own."""
     kind, kv_heads = getattr(torch, dtype), 8
     query, key = (
         torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads)
@@ -358,7 +361,8 @@ def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
     positions = torch.empty(rows, dtype=torch.int64)
     norms = [torch.empty(size, dtype=kind) for _ in range(2)] if way == "normed" else [None, None]
     places = positions, table, table, cache, cache, *numbers
-    rope_store.rope_store(query, key, key, *places, *norms, 1e-5, stepwise=bool(way))
+    table = torch.empty(rows, 2, dtype=torch.int64) if way == "texts" else None
+    rope_store.rope_store(query, key, key, *places, *norms, 1e-5, stepwise=bool(way), table=table)
 
 
 def norm(rows: int, channels: int, dtype: str, adds: bool = True) -> None:

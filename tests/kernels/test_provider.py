@@ -50,6 +50,7 @@ SERVED = {
     "gather_norms",
     "gather_rows",
     "keyed_gumbel_argmax",
+    "lanes_attention",
     "level_rows",
     "pack_mask",
     "packed_linear",
@@ -510,6 +511,42 @@ def test_rope_store() -> None:
     ):
         with pytest.raises(InputError, match="q_norm, k_norm"):
             ops.rope_store(*given_all[:4], wrong, slabs[0], *numbers)
+
+
+def test_rows_of_several_texts() -> None:
+    """Caches of several lengths, with NaN where nothing was written: what the meanings give, by text."""
+    query, both = normal(6, 3, 16), normal(2, 3, 2, 16, seed=1)
+    key, value = both[:, :, 0], both[:, :, 1]
+    filled = torch.tensor([7, 0, 20], dtype=torch.int32, device=DEVICE)
+    angles = normal(30, 8, seed=2)
+    caches = [normal(2, 2, 2, slots, 16, seed=slots) for slots in (8, 16, 32)]
+    for cache, count in zip(caches, filled.tolist(), strict=True):
+        cache[..., count:, :] = math.nan
+    results = []
+    for run in (lambda op, *given: op(*given), ops.by_meaning):
+        copies = [cache.clone() for cache in caches]
+        slabs = ops.Slabs.by_layer(copies, ops.tables_of(copies))[1]
+        tables = angles.cos(), angles.sin()
+        turned = run(
+            ops.rope_store, query, key, value, filled.long(), tables, slabs, filled.long(), filled
+        )
+        attended = run(ops.lanes_attention, turned, slabs, filled, 0.25)
+        assert torch.equal(copies[0][0].nan_to_num(), caches[0][0].nan_to_num())  # another layer
+        results.append([turned, attended, *copies])
+    for ours, meant in zip(*results, strict=True):
+        torch.testing.assert_close(ours, meant, equal_nan=True)
+    assert results[0][1].isfinite().all()
+    for row, (slab, count) in enumerate(zip(slabs.each, filled.tolist(), strict=True)):
+        alone = ops.tree_attention(
+            turned[:, row : row + 1], slab[0][:, : count + 1], slab[1][:, : count + 1], None, 0.25
+        )
+        torch.testing.assert_close(attended[:, row : row + 1], alone)
+    with pytest.raises(InputError, match="table"):
+        ops.lanes_attention(query[:, :2], slabs, filled[:2], 0.25)
+    with pytest.raises(InputError, match="slab"):
+        ops.rope_store(
+            query, key[:1], value[:1], filled.long(), tables, slabs, filled.long(), filled
+        )
 
 
 def test_parts_of_a_layer() -> None:

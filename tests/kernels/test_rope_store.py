@@ -186,6 +186,41 @@ def test_it_rotates_as_the_draft_heads_do() -> None:
     torch.testing.assert_close(cache[0][:, 1:4].cpu(), _rotate(key.transpose(0, 1), rotation))
 
 
+@pytest.mark.parametrize("kind", list(TOLERANCE))
+def test_rows_of_caches_that_lie_anywhere(kind: torch.dtype) -> None:
+    """Each row has the bits that it has alone, in the slot of its own cache, and nothing else changes."""
+    rows, tables, *_ = rows_of(kind, 32)
+    query, key, value = (part[:3] for part in rows)
+    positions, slots = (torch.tensor(numbers, device=DEVICE) for numbers in ([9, 2, 5], [4, 2, 7]))
+    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    slabs = [
+        torch.full((2, key.shape[1], capacity, 32), POISON, dtype=kind, device=DEVICE)
+        for capacity in (16, 8, 24)
+    ]
+    wanted = [slab.clone() for slab in slabs]
+    alone = [
+        rope_store(
+            *(part[row : row + 1] for part in (query, key, value, positions)),
+            *tables,
+            wanted[row][0],
+            wanted[row][1],
+            slots[row : row + 1],
+            one,
+        )
+        for row in range(3)
+    ]
+    longest = slabs[2]
+    table = torch.tensor(
+        [[(slab.data_ptr() - longest.data_ptr()) // slab.element_size(), slab.stride(1)] for slab in slabs],
+        device=DEVICE,
+    )  # fmt: skip
+    given_all = query, key, value, positions, *tables, longest[0], longest[1], slots, one
+    assert torch.equal(rope_store(*given_all, table=table), torch.cat(alone))
+    assert all(map(torch.equal, slabs, wanted))
+    with pytest.raises(ValueError, match=r"table: int64 \[3, 2\]"):
+        rope_store(*given_all, table=table.int())
+
+
 def test_a_wrong_position_is_seen() -> None:
     positions = torch.tensor([3, 4], device=DEVICE)
     query = normal(2, 1, 16, seed=1)

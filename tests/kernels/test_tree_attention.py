@@ -179,6 +179,34 @@ def test_word_boundaries(nodes: int, device: torch.device) -> None:
     case.check(2, Tiles(64, 64, 4, 2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_caches_that_lie_anywhere(dtype: torch.dtype, splits: int, device: torch.device) -> None:
+    """A table finds them, of capacities of their own; the bits are those of caches that are one tensor."""
+    trees = [[ancestors(random_tree(5, seed))] for seed in (1, 2, 3)]
+    options = {"heads": 3, "size": 48, "dtype": dtype, "device": device}
+    case = Case([tree for (tree,) in trees], [70, 3, 40], **options)  # type: ignore[arg-type]
+    wanted = case.run(splits)
+    slabs = []
+    for sequence, capacity in enumerate((128, 16, 64)):
+        slab = torch.full((2, 3, capacity, 48), math.nan, dtype=dtype, device=device)
+        slots = min(capacity, case.k.shape[2])
+        slab[0, :, :slots], slab[1, :, :slots] = (
+            cache[sequence, :, :slots] for cache in (case.k, case.v)
+        )
+        slabs.append(slab)
+    first = slabs[0].data_ptr()
+    places = [[(slab.data_ptr() - first) // slab.element_size(), slab.stride(1)] for slab in slabs]
+    case.k, case.v = (part[None].expand(3, -1, -1, -1) for part in slabs[0])
+    table = torch.tensor(places, device=device)
+    for found, means in zip(case.run(splits, table=table), wanted, strict=True):
+        assert torch.equal(found, means)
+    other = case.run(splits, table=table.roll(1, 0))[0]
+    assert not torch.equal(other, wanted[0])
+    with pytest.raises(ValueError, match=r"table: int64 \[3, 2\]"):
+        case.run(splits, table=table[:2])
+
+
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 47, 48, 49])
 def test_prefixes_that_fill_no_tile_one_and_several(prefix: int, device: torch.device) -> None:
     for splits in (1, 2, 4, 7):  # 7: more splits than tiles
