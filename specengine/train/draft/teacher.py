@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 from transformers import DynamicCache, PreTrainedModel
 
 from specengine.errors import require_supported
@@ -191,9 +190,10 @@ class Teacher(HeadTeacher):
         return self.model.get_output_embeddings()
 
     def embed(self, head: EagleHead, tokens: Tensor) -> Tensor:
-        of_target = self.model.get_input_embeddings()
-        table = head.embed_tokens if head.config.own_embeddings else of_target
-        return embedding(tokens, table.weight).to(head.dtype)
+        of_head = head.config.own_embeddings
+        return nn.functional.embedding(
+            tokens, (head.embed_tokens if of_head else self.model.get_input_embeddings()).weight
+        ).to(head.dtype)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, *, keep_cache: bool = False) -> Reading:

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from specengine.engine import Engine
 from specengine.errors import (
     ABOVE_0,
     Checked,
-    InputError,
     at_least,
     number,
     option,
@@ -117,9 +116,9 @@ class Learner:
         general: Sequence[Text] | None = None,
     ) -> None:
         draft = None if engine.drafter is None else innermost(engine.drafter)
-        if not isinstance(draft, EagleDraft) or draft.learnt is None:
-            raise InputError("learn: this engine was not loaded with `learn`")
-        self.learnt: Learnt = draft.learnt
+        learnt = draft.learnt if isinstance(draft, EagleDraft) else None
+        require_input("learn: this engine was not loaded with `learn`", learnt is not None)
+        self.learnt = cast(Learnt, learnt)
         engine.ring = None  # what is written here is not the user's
         config = self.learnt.base.config
         require_input(

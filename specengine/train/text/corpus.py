@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specengine.errors import InputError
+from specengine.errors import InputError, require_or
 from specengine.files import atomic, write_whole
 
 T = TypeVar("T")
@@ -172,8 +172,11 @@ class Corpus(ShardFolder):
 def _texts(tensors: dict[str, Tensor]) -> list[Text]:
     lengths = tensors["lengths"].tolist()
     names = ["tokens", "answers", *(name for name in States._fields if name in tensors)]
-    if {len(tensors[name]) for name in names} != {sum(lengths)}:
-        raise ValueError("its tensors have different lengths")
+    require_or(
+        ValueError,
+        "its tensors have different lengths",
+        {len(tensors[name]) for name in names} == {sum(lengths)},
+    )
     texts = zip(*(tensors[name].split(lengths) for name in names), strict=True)
     return [
         Text(tokens, answers, States(*states) if states else None)
