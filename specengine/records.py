@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specengine.ops import Nodes
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, TokenTree
 
 if TYPE_CHECKING:
     from specengine.models import Successors

@@ -17,9 +17,8 @@ from specengine import ops, registry
 from specengine.errors import DrafterError, InputError, kind_of, require_input
 from specengine.models import SharedRows
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
-from specengine.ops import Nodes, PassRows
+from specengine.ops import Free, Nodes, PassRows, TokenTree
 from specengine.ops.select import Step as Step
-from specengine.ops.tree import Free, TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle
 

@@ -12,9 +12,7 @@ from specengine import errors, registry
 from specengine.errors import InputError as InputError
 from specengine.errors import PolicyError, did_you_mean, kind_of, shown
 from specengine.errors import require_input as require_input
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 
 if TYPE_CHECKING:
     from specengine.costs import PassCosts

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 from specengine.policies import TreePolicy, require, require_minimum, require_minimum_or_none
 
 

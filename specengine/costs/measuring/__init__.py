@@ -24,9 +24,8 @@ from specengine.costs.laws import lawful
 from specengine.drafters import Drafter, reserve
 from specengine.errors import require
 from specengine.models import Target
-from specengine.ops import Nodes
+from specengine.ops import Nodes, TokenTree
 from specengine.ops.cuda_graphs import room
-from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 
 CONTEXTS = (64, 1024)  # tokens in the cache

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, MEASURED, PassCosts, find_costs
-from specengine.ops import Drafted, Limits, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import Beside, Free, TokenTree
+from specengine.ops import Beside, Drafted, Free, Limits, Nodes, Step, TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy, require, require_minimum
 from specengine.policies.auto.costs import CostModel
 from specengine.policies.auto.pacing import Pace

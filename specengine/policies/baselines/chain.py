@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 from specengine.policies import TreePolicy, require_minimum
 
 

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Flag, Nodes, Step, TokenTree
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 

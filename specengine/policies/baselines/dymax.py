@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
+from specengine.ops import Nodes, Step, TokenTree, is_down
 from specengine.policies import require
 from specengine.policies.baselines.chain import Chain
 

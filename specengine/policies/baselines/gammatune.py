@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Flag, Nodes, Step, TokenTree
 from specengine.policies import PerDevice, require
 from specengine.policies._beam import Beam
 

@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 from specengine.policies import PerDevice, TreePolicy, require
 
 
