@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -265,8 +265,8 @@ def another(drafter: Drafter) -> Drafter:
     original: Any = drafter
     if hasattr(drafter, "__copy__"):
         return cast(Drafter, copy.copy(original))
-    if dataclasses.is_dataclass(original):
-        return cast(Drafter, dataclasses.replace(original))  # type: ignore[type-var]
+    if is_dataclass(original):
+        return cast(Drafter, replace(original))  # type: ignore[type-var]
     raise InputError(
         f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__"
     )

@@ -3,13 +3,12 @@
 Elsewhere than on CUDA the same functions are called over the same buffers, without a capture.
 """
 
-import contextlib
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -160,7 +159,7 @@ class Graphs:
         except BaseException:
             # torch may go on counting stream and pool as in use: before its pull request 180395 the end of a capture
             # that failed left that out
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # noqa: SLF001
             self._stream = self._pool = None
             if failed:  # the end of such a capture fails as well, and says less
@@ -183,7 +182,7 @@ class Graphs:
                 for run in range(
                     WARM_UPS
                 ):  # the first one may move to the device what is to stay there
-                    with refusing_waits() if 0 < run == WARM_UPS - 1 else contextlib.nullcontext():
+                    with refusing_waits() if 0 < run == WARM_UPS - 1 else nullcontext():
                         function()
         finally:
             current.wait_stream(self._stream)
@@ -229,7 +228,7 @@ def branches(device: torch.device) -> bool:
     return asked and hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")
 
 
-@contextlib.contextmanager
+@contextmanager
 def only_if(flag: Tensor) -> Iterator[None]:
     """Capture what runs within such that a replay runs it only where the flag, bool [1], is up. May be nested.
 
@@ -257,7 +256,7 @@ _WAITS = "called a synchronizing CUDA operation"  # what torch says
 _refusing = threading.RLock()  # torch's mode and Python's warnings are those of all threads
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusing_waits() -> Iterator[None]:
     """Make it a RuntimeError of this thread to wait for a device; one thread at a time.
 
@@ -296,7 +295,7 @@ class Turns:
         self._waiting = 0  # to capture
         self._captures: int | None = None  # the thread that does
 
-    @contextlib.contextmanager
+    @contextmanager
     def running(self) -> Iterator[None]:
         """Run cycles within this; waits while another thread captures or is about to. May be nested."""
         thread = threading.get_ident()
@@ -313,7 +312,7 @@ class Turns:
                     del self._running[thread]
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
+    @contextmanager
     def capturing(self) -> Iterator[None]:
         """Capture within this, alone on the device. A thread that runs cycles lets others capture before it does."""
         thread = threading.get_ident()
@@ -354,7 +353,7 @@ def sharing(
     if device.type != "cuda":
         return running
 
-    @contextlib.contextmanager
+    @contextmanager
     def shared() -> Iterator[None]:
         with turns(device).running(), running():
             yield

@@ -3,20 +3,16 @@
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specengine import errors, registry
-from specengine.errors import InputError as InputError
-from specengine.errors import PolicyError, did_you_mean, kind_of, shown
-from specengine.errors import require_input as require_input
+from specengine.costs import PassCosts
+from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, shown
 from specengine.ops import Nodes, Step, TokenTree
-
-if TYPE_CHECKING:
-    from specengine.costs import PassCosts
-    from specengine.records import Outcome
+from specengine.records import Outcome
 
 
 class Plan(NamedTuple):
@@ -80,7 +76,7 @@ class TreePolicy:
         return DRAFT
 
     def begin(
-        self, tokens: int, sampled: bool = False, costs: "Callable[[], PassCosts] | None" = None
+        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
     ) -> None:
         """Prepare for a generation.
 
@@ -104,7 +100,7 @@ class TreePolicy:
         """
         return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
-    def learn(self, outcome: "Outcome") -> None:
+    def learn(self, outcome: Outcome) -> None:
         """Learn from the target's choices in a grown tree. Called once per cycle.
 
         A captured driver calls it inside a graph if the policy has a state on the device, else on the host. With
@@ -182,6 +178,12 @@ def split_preset(name: str) -> tuple[str, str]:
 def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> None:
     """Raise InputError for an option outside its range."""
     errors.require(f"policy {policy}.{field}", value, accepted, holds)
+
+
+def require_each(policy: str, *checks: tuple[str, Any, str, bool]) -> None:
+    """Raise InputError for the first option outside its range; checks: field, value, accepted, whether it holds."""
+    for check in checks:
+        require(policy, *check)
 
 
 def require_minimum(policy: str, options: Any, **minimums: float) -> None:

@@ -4,14 +4,13 @@ Other programs make single cycles longer, never shorter. So each cost is the low
 take turns, and the costs of all sizes keep the laws of `specengine.costs.laws`.
 """
 
-import dataclasses
 import itertools
 import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -150,7 +149,7 @@ def measure(
                 costs = _measured(cycles, began, seconds)
     finally:
         cycles.end()
-    return dataclasses.replace(costs, load=share_of_others(before) or 0.0)
+    return replace(costs, load=share_of_others(before) or 0.0)
 
 
 def _warm(cycles: "SyntheticCycles") -> float:
@@ -533,9 +532,7 @@ class SyntheticCycles:
         return time.perf_counter() - began, result
 
     def _wait(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        elif self.target.device.type != "cpu":
+        if self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from specengine import ops
 from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
-from specengine.policies import require
+from specengine.policies import require_each
 from specengine.policies._beam import Beam
 
 
@@ -30,14 +30,16 @@ class Ddd(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        require_each(
             "ddd",
-            "checks",
-            self.checks,
-            "expansions of 0 or more",
-            all(check >= 0 for check in self.checks),
+            (
+                "checks",
+                self.checks,
+                "expansions of 0 or more",
+                all(check >= 0 for check in self.checks),
+            ),
+            ("threshold", self.threshold, "a number", not math.isnan(self.threshold)),
         )
-        require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         passes = ops.number(tree.passes)

@@ -8,7 +8,7 @@ import torch
 
 from specengine import ops
 from specengine.ops import Nodes, Step, TokenTree
-from specengine.policies import PerDevice, TreePolicy, require
+from specengine.policies import PerDevice, TreePolicy, require, require_minimum
 
 
 @dataclass
@@ -39,14 +39,8 @@ class OptTree(TreePolicy):
     }
 
     def __post_init__(self) -> None:
-        require("opt_tree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
-        require(
-            "opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf
-        )
-        least = 2 if self.lag else 1
-        require(
-            "opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least
-        )
+        require_minimum("opt_tree", self, nodes=1, threshold=0, max_depth=2 if self.lag else 1)
+        require("opt_tree", "threshold", self.threshold, "0 or more", self.threshold < math.inf)
         # float64 [1]: expected tokens of the tree so far
         self._value = PerDevice(
             lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device)

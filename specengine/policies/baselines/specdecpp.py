@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from specengine import ops
+from specengine.errors import require_input
 from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
-from specengine.policies import PerDevice, _classifier, require, require_input
+from specengine.policies import PerDevice, _classifier, require_each
 from specengine.policies._beam import Beam
 
 
@@ -38,13 +39,15 @@ class Specdecpp(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("specdecpp", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
-        require(
+        require_each(
             "specdecpp",
-            "minimum",
-            self.minimum,
-            f"0 to expansions = {self.expansions}",
-            0 <= self.minimum <= self.expansions,
+            ("threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1),
+            (
+                "minimum",
+                self.minimum,
+                f"0 to expansions = {self.expansions}",
+                0 <= self.minimum <= self.expansions,
+            ),
         )
         self._learned = _classifier.load("specdecpp", self.classifier)
         # by node, and a spare one: product of acceptances from the root

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from specengine import ops
 from specengine.ops import Flag, Nodes, Step, TokenTree
-from specengine.policies import require
+from specengine.policies import require_each
 from specengine.policies._beam import Beam
 
 
@@ -23,8 +23,11 @@ class Svip(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("svip", "factor", self.factor, "above 0", 0 < self.factor < math.inf)
-        require("svip", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
+        require_each(
+            "svip",
+            ("factor", self.factor, "above 0", 0 < self.factor < math.inf),
+            ("threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf),
+        )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = tree.scores(frontier).argmax(0, keepdim=True)
