@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -73,14 +74,11 @@ class Graphs:
         reads: every tensor that may be replaced by another one between calls; where one was, the function is captured
         again. CaptureError where it cannot be captured.
         """
-        signature = _signature(reads)
-        known = self._captured.get(name)
-        if known is None or known.signature != signature:
-            known = None  # frees its graph
-            self._captured.pop(name, None)
-            made = self._capture(name, signature, function)
+        if not self.has(name, reads):
+            self._captured.pop(name, None)  # frees its graph
+            self._captured[name] = self._capture(name, _signature(reads), function)
             self.captures[name] = self.captures.get(name, 0) + 1
-            known = self._captured[name] = made
+        known = self._captured[name]
         if known.graph is None:
             return function()
         known.graph.replay()
@@ -291,7 +289,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._running: dict[int, int] = {}  # by thread, how often it is within `running`
+        self._running = Counter[int]()  # by thread, how often it is within `running`
         self._waiting = 0  # to capture
         self._captures: int | None = None  # the thread that does
 
@@ -302,14 +300,12 @@ class Turns:
         with self._changed:
             if thread not in self._running and self._captures != thread:
                 self._changed.wait_for(lambda: self._captures is None and not self._waiting)
-            self._running[thread] = self._running.get(thread, 0) + 1
+            self._running[thread] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._running[thread] -= 1
-                if not self._running[thread]:
-                    del self._running[thread]
+                self._running -= Counter((thread,))  # which leaves out counts of 0
                 self._changed.notify_all()
 
     @contextmanager

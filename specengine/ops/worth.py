@@ -188,12 +188,17 @@ def grow_likely(
     """
     if run := native.grow_likely[frontier.ids.device]:
         return Nodes(*run(tree, counters, frontier, drafted, state, limits))
-    size, passes, overflow = counters
+    size, passes, _ = counters
     _require_state(tree, state)
-    signature = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
-    require(signature, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
-    signature = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
-    require(signature, frontier.live, size, passes, overflow)
+    require(
+        "frontier: int64 [rows]; live: int32 [1]; logits: floating [rows, V]; token_ids: int64 [V]; "
+        "marks: uint8 [rows, V]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]",
+        *frontier,
+        drafted.logits,
+        drafted.token_ids,
+        drafted.marks,
+        *counters,
+    )
     drafted = drafted.mixed(tree, frontier)
     if run := kernels.grow_likely[frontier.ids.device]:
         return run(tree, counters, frontier, drafted, state, limits)
@@ -256,19 +261,21 @@ def _append_likely(
 def _require_state(tree: Arrays, state: SearchState) -> None:
     """Raise InputError where tables are not those of the cells, levels and places above, or too small for the tree."""
     counts, notes, throughput = state.counts, state.notes, state.throughput
-    signature = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
-    profile = f"float32 [{LEVELS}, {PLACES}]"
-    signature = f"{signature}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
-    require(signature, *counts)
+    table, profile = f"float32 [cells, {KNOTS}]", f"float32 [{LEVELS}, {PLACES}]"
     require(
-        "stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]",
+        f"hits: {table}; tries: {table}; table: {table}; gains: {profile}; passes: float32 [{LEVELS}]; "
+        f"profile: {profile}; group: int64 [1]; stated: float32 [n]; cells: int64 [n]; places: int64 [n]; "
+        "waiting: bool [n]; drafted: bool [n]; draft: float32 [width]; drafting: float32 [1]; "
+        "experts: float32 [numbers]",
+        *counts,
         *notes,
+        throughput.draft,
+        throughput.drafting,
+        throughput.experts,
     )
     refuse_unless(
         len(notes.stated) > len(tree[0]), "stated", f"{len(tree[0]) + 1} or more", notes.stated
     )
-    require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
-    require("experts: float32 [numbers]", throughput.experts)
     refuse_unless(
         len(throughput.experts) in (0, 2 + RELATIONS),
         "experts",
@@ -425,10 +432,10 @@ def next_pass(
         return Nodes(*run(paths, edges, waiting, size, profile, prices, rounds))
     signature = (
         "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; "
-        "profile: float32 [levels, places]"
+        "profile: float32 [levels, places]; verify: float32 [n]; draft: float32 [width]; "
+        "widths: int64 [w]"
     )
-    require(signature, paths, edges, waiting, size, profile)
-    require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
+    require(signature, paths, edges, waiting, size, profile, *prices)
     least = min(len(paths), profile.numel(), len(prices.widths), rounds)
     refuse_unless(
         least >= 1 and min(len(prices.verify), len(prices.draft)) >= 2,

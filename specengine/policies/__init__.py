@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specengine import errors, registry
 from specengine.costs import PassCosts
-from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, shown
+from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, require_or, shown
 from specengine.ops import Nodes, Step, TokenTree
 from specengine.records import Outcome
 
@@ -237,8 +237,9 @@ def require_sizes(policy: TreePolicy) -> None:
             ) from None
         except TypeError:
             fits = False
-        if not fits:
-            raise PolicyError(f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}")
+        require_or(
+            PolicyError, f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}", fits
+        )
 
 
 _SIZES = f"how many nodes its trees can have, 1 to {MAX_NODES}"

@@ -181,15 +181,12 @@ def _rehearsed(cycles: "SyntheticCycles", driver: Driver, seconds: float) -> Pas
     parts = _parts(cycles, driver, began + (SHORT_SHARE if long > short else 1) * seconds)
     verify, draft = points = _points(driver, parts)
     overhead = parts["first"] + max(0.0, parts["root"] - max(draft.values())) + parts["end"]
-    growths: list[Points] = [{}, {}]
-    if long >= 2 * short:
-        cycles.begin(long)
+
+    def later() -> tuple[Points, Points]:
         driver.rehearse(cycles.root, 1)
-        later = _points(driver, _parts(cycles, driver, began + seconds))
-        growths = [
-            _growth(before, after, long - short)
-            for before, after in zip(points, later, strict=True)
-        ]
+        return _points(driver, _parts(cycles, driver, began + seconds))
+
+    growths = _growths(cycles, points, short, long, later)
     return PassCosts(
         "measured",
         verify,
@@ -254,14 +251,13 @@ def _measured(cycles: "SyntheticCycles", began: float, seconds: float) -> PassCo
     smallest = len(cycles.plan(SMALLEST_PLAN).nodes)
     remaining = began + allowed - time.perf_counter() - (smallest + 1) * verify[max(verify)]
     long = min(long, int(short * remaining / prefill)) if remaining > 0 else short
-    growths: list[Points] = [{}, {}]
-    if long >= 2 * short:
-        cycles.begin(long)
-        later = _rounds(cycles, () if padded else LONG_PLANS, began + allowed).costs()
-        growths = [
-            _growth(before, after, long - short)
-            for before, after in zip((verify, draft), later, strict=True)
-        ]
+    growths = _growths(
+        cycles,
+        (verify, draft),
+        short,
+        long,
+        lambda: _rounds(cycles, () if padded else LONG_PLANS, began + allowed).costs(),
+    )
     return PassCosts(
         "measured",
         verify,
@@ -342,8 +338,21 @@ def _seconds(plan: MeasuringPlan, samples: _Samples) -> float:
     return sum(rest + interpolated(verify, nodes) for nodes in plan.nodes)
 
 
-def _growth(short: Points, long: Points, tokens: int) -> Points:
-    return {n: max(0.0, long[n] - short[n]) / tokens for n in sorted(short.keys() & long.keys())}
+def _growths(
+    cycles: "SyntheticCycles",
+    points: tuple[Points, Points],
+    short: int,
+    long: int,
+    measured: Callable[[], tuple[Points, Points]],
+) -> list[Points]:
+    """Return by how much each of these costs grows per token up to `long`, as `measured` there; none if it is near."""
+    if long < 2 * short:
+        return [{}, {}]
+    cycles.begin(long)
+    return [
+        {n: max(0.0, after[n] - before[n]) / (long - short) for n in sorted(before.keys() & after)}
+        for before, after in zip(points, measured(), strict=True)
+    ]
 
 
 def _costs(samples: dict[int, list[float]], always: Sequence[int]) -> Points:
