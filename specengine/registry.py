@@ -21,6 +21,7 @@ from specengine.errors import (
     require_input,
     require_known,
     require_options,
+    require_or,
     require_value,
     restating,
     shown,
@@ -73,23 +74,21 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     modules = _modules(package)
     if name not in modules:
         offered = plugins(package.__name__)
-        if name in offered:
-            point = offered[name]
-            package_name = point.dist.name if point.dist else "a package"
-            source = f"{field}: plug-in {point.name} of {package_name} ({point.value})"
-            with restating(
-                Exception,
-                lambda error: InputError(
-                    f"{source} cannot be loaded: {type(error).__name__}: {error}"
-                ),
-            ):
-                variant = point.load()
-            return _checked(base, variant, source, "it is")
         accepted = [*sorted(modules), *sorted(offered)]
-        raise InputError(
+        require_input(
             f"{field}: unknown name {shown(name)}, known are {', '.join(accepted)}"
-            f"{did_you_mean(name, accepted)}"
+            f"{did_you_mean(name, accepted)}",
+            name in offered,
         )
+        point = offered[name]
+        package_name = point.dist.name if point.dist else "a package"
+        source = f"{field}: plug-in {point.name} of {package_name} ({point.value})"
+        with restating(
+            Exception,
+            lambda error: InputError(f"{source} cannot be loaded: {type(error).__name__}: {error}"),
+        ):
+            variant = point.load()
+        return _checked(base, variant, source, "it is")
     module = import_module(f"{package.__name__}{modules[name]}")
     classes = [
         value
@@ -144,11 +143,11 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
 
 
 def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:
-    if not (inspect.isclass(variant) and issubclass(variant, base)):
-        kind = f"class {variant.__name__}" if inspect.isclass(variant) else shown(variant)
-        raise InputError(
-            f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}"
-        )
+    kind = f"class {variant.__name__}" if inspect.isclass(variant) else shown(variant)
+    require_input(
+        f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}",
+        inspect.isclass(variant) and issubclass(variant, base),
+    )
     return variant
 
 
@@ -192,8 +191,12 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
             return tuple(_convert(item, arguments[0], field) for item in parts)
         if expected is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-        if expected is int and (isinstance(value, bool) or float(value) != int(float(value))):
-            raise ValueError
+        require_or(
+            ValueError,
+            "it is no whole number",
+            expected is not int
+            or (not isinstance(value, bool) and float(value) == int(float(value))),
+        )
         return expected(value)
 
 

@@ -114,8 +114,7 @@ class Graphs:
             return _Captured(signature, None)
         began = time.perf_counter()
         with turns(self.device).capturing(), torch.cuda.device(self.device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
+            self._stream = self._stream or torch.cuda.Stream()
             if (
                 self._pool is None or not self._captured
             ):  # torch gives up a pool with its last graph

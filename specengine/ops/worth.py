@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -314,8 +315,13 @@ def count_outcomes(
     """
     if run := native.count_outcomes[size.device]:
         return run(tree, size, path, chosen, state)
-    signature = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
-    require(signature, path.ids, chosen, size, path.live)
+    require(
+        "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]",
+        path.ids,
+        chosen,
+        size,
+        path.live,
+    )
     _require_state(tree, state)
     if run := kernels.count_outcomes[size.device]:
         return run(tree, size, path, chosen, state)
@@ -430,12 +436,17 @@ def next_pass(
     """
     if run := native.next_pass[paths.device]:
         return Nodes(*run(paths, edges, waiting, size, profile, prices, rounds))
-    signature = (
+    require(
         "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; "
         "profile: float32 [levels, places]; verify: float32 [n]; draft: float32 [width]; "
-        "widths: int64 [w]"
+        "widths: int64 [w]",
+        paths,
+        edges,
+        waiting,
+        size,
+        profile,
+        *prices,
     )
-    require(signature, paths, edges, waiting, size, profile, *prices)
     least = min(len(paths), profile.numel(), len(prices.widths), rounds)
     refuse_unless(
         least >= 1 and min(len(prices.verify), len(prices.draft)) >= 2,
@@ -543,20 +554,13 @@ def _is_covered(free: Free, tree: Arrays, size: Tensor, state: SearchState) -> b
         paths.append(paths[parent] * edge)
         missed.append(paths[-1])
         depths.append(depths[parent] + 1)
-    share, price, gain = (
-        float(counts.profile[0].sum()),
-        float(state.throughput.prices.draft[1]),
-        0.0,
+    share, price = float(counts.profile[0].sum()), float(state.throughput.prices.draft[1])
+    gains = (
+        share * sum(chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
+        - price
+        for level in range(max(depths) + 1)
     )
-    for level in range(max(depths) + 1):
-        gain += (
-            share
-            * sum(chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
-            - price
-        )
-        if gain > 0:
-            return False
-    return True
+    return not any(gain > 0 for gain in accumulate(gains))
 
 
 def _read(free: Free, tree: Arrays, size: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -407,8 +408,9 @@ class SyntheticCycles:
         self._prompt: list[int] = []
         self.root = self._tokens(1)[0]
         self._branching = 1 if target.paths else min(CHILDREN, target.vocab_size)
-        self._verified: dict[int, TokenTree] = {}  # created once, because captures read them
-        self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
+        # trees are created once, because captures read them
+        self._verified = cache(self._tree_of)
+        self._drafted = cache(self._star_of)
         self.end()  # clear the caches of an earlier generation
         target.want(() if drafter is None else drafter.traits.features)
         tokens = max_context + DRIFT + 2 * MAX_PATH
@@ -438,9 +440,7 @@ class SyntheticCycles:
             len(self._prompt) + DRIFT, self.target.max_context
         ):
             self._rewind()
-        if nodes not in self._verified:
-            self._verified[nodes] = self._tree_of(nodes)
-        tree = self._verified[nodes]
+        tree = self._verified(nodes)
         root, step = self._draft(width)
         verify, features = self._timed(lambda: self._verify(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
@@ -469,9 +469,7 @@ class SyntheticCycles:
         drafter: Any = self.drafter
         if drafter is None:
             return 0.0, 0.0
-        if width not in self._drafted:
-            self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
-        tree, frontier = self._drafted[width]
+        tree, frontier = self._drafted(min(width, self.target.vocab_size))
 
         return self._timed(lambda: drafter.root(tree))[0], self._timed(
             lambda: drafter.step(tree, frontier)
