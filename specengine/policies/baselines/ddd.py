@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine import ops
-from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
+from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
 from specengine.policies import require_each
 from specengine.policies._beam import Beam
 
@@ -42,10 +41,10 @@ class Ddd(Beam):
         )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        passes = ops.number(tree.passes)
+        passes = number(tree.passes)
         checks: Flag = sum(passes == check + 1 for check in self.checks) > 0
         return (
             checks
             if is_down(checks)
-            else checks & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
+            else checks & (doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
         )

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specengine import ops
-from specengine.ops import Flag, Nodes, Step, TokenTree
+from specengine.ops import Flag, Nodes, Step, TokenTree, number
 from specengine.policies import PerDevice, require_each
 from specengine.policies._beam import Beam
 from specengine.records import Outcome
@@ -48,7 +47,7 @@ class Gammatune(Beam):
         )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        return ops.number(tree.passes) >= ops.number(self._heights[tree.device])
+        return number(tree.passes) >= number(self._heights[tree.device])
 
     def learn(self, outcome: Outcome) -> None:
         cycle: Any = outcome.cycle  # there, as it keeps no state on a device

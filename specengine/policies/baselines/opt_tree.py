@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specengine import ops
-from specengine.ops import Nodes, Step, TokenTree
+from specengine.ops import Nodes, Step, TokenTree, doubled, number, precision, select_best, where
 from specengine.policies import PerDevice, TreePolicy, require, require_minimum
 
 
@@ -43,7 +42,7 @@ class OptTree(TreePolicy):
         require("opt_tree", "threshold", self.threshold, "0 or more", self.threshold < math.inf)
         # float64 [1]: expected tokens of the tree so far
         self._value = PerDevice(
-            lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device)
+            lambda device: torch.zeros(1, dtype=precision(torch.device(device)), device=device)
         )
 
     @property
@@ -65,12 +64,10 @@ class OptTree(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         value = self._value[tree.device]
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
-        passes = ops.number(tree.passes)
+        passes = number(tree.passes)
         # summed path probabilities of the nodes that would be kept, the root excluded: float64 [1]
-        expected = ops.doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)
-        gain = ops.number(expected) - ops.where(
-            passes == 1 + self.lag, -math.inf, ops.number(value)
-        )
+        expected = doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)
+        gain = number(expected) - where(passes == 1 + self.lag, -math.inf, number(value))
         value.copy_(expected)
         return layer.where(
             (passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold))
@@ -80,4 +77,4 @@ class OptTree(TreePolicy):
         scores = tree.path_log_probs
         if self.lag:  # the newest layer is left out; of one layer none can be
             scores = scores.masked_fill((tree.depths >= tree.passes) & (tree.depths > 1), -math.inf)
-        return ops.select_best(scores, tree.size, self.budget)
+        return select_best(scores, tree.size, self.budget)

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine import ops
 from specengine.errors import require_input
-from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
+from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
 from specengine.policies import PerDevice, _classifier, require_each
 from specengine.policies._beam import Beam
 
@@ -70,7 +69,7 @@ class Specdecpp(Beam):
         states = states.to(tree.device)
         reach_probabilities = self._reached[tree.device]
         reach_probabilities[:1].fill_(1.0)  # the root is certain
-        passes = ops.number(tree.passes)
+        passes = number(tree.passes)
         below = passes > 1
         if is_down(below):
             return below
@@ -81,5 +80,5 @@ class Specdecpp(Beam):
         if isinstance(below, Tensor):
             reached = reached.masked_fill(~below, 1.0)
         reach_probabilities.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
-        doubt = ops.doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
+        doubt = doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
         return below & (passes > self.minimum) & (doubt > self.threshold)

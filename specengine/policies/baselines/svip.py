@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from specengine import ops
-from specengine.ops import Flag, Nodes, Step, TokenTree
+from specengine.ops import Flag, Nodes, Step, TokenTree, doubled
 from specengine.policies import require_each
 from specengine.policies._beam import Beam
 
@@ -32,5 +31,5 @@ class Svip(Beam):
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = tree.scores(frontier).argmax(0, keepdim=True)
         return (
-            self.factor * ops.doubled(step.row(best).entropy()).clamp(min=0.0)
+            self.factor * doubled(step.row(best).entropy()).clamp(min=0.0)
         ).sqrt() > self.threshold
