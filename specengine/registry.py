@@ -13,7 +13,7 @@ import sys
 from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from specengine.errors import (
     InputError,
@@ -148,7 +148,7 @@ def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:
         f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}",
         inspect.isclass(variant) and issubclass(variant, base),
     )
-    return variant
+    return cast("type[T]", variant)
 
 
 def build(cls: type[T], options: dict[str, Any], field: str) -> T:
