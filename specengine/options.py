@@ -5,10 +5,9 @@ Imports neither torch nor transformers, because the command line's help reads it
 
 # ruff: noqa: RUF009 (option returns dataclasses.field)
 
-import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -178,7 +177,7 @@ class LoadOptions(Checked):
 
     @classmethod
     def names(cls) -> list[str]:
-        return [item.name for item in dataclasses.fields(cls)]
+        return [item.name for item in fields(cls)]
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specengine.ops import Nodes
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, TokenTree
 
 if TYPE_CHECKING:
     from specengine.models import Successors
@@ -181,13 +180,8 @@ class Stats:
         _count(self.acceptance_histogram, cycle.accepted)
         _count(self.reached_histogram, max(cycle.tree.depths.tolist()))
         seconds = cycle.seconds
-        self.time_draft_s += seconds.draft
-        self.time_policy_s += seconds.policy
-        self.time_verify_s += seconds.verify
-        self.time_walk_s += seconds.walk
-        self.time_commit_s += seconds.commit
-        self.time_model_s += seconds.model
-        self.time_host_s += seconds.host
+        for step in ("draft", "policy", "verify", "walk", "commit", "model", "host"):
+            vars(self)[f"time_{step}_s"] += getattr(seconds, step)
         if seconds.total > 0 and seconds.split:
             self.host_shares.append(seconds.host / seconds.total)
 
@@ -286,16 +280,16 @@ def _count(histogram: list[int], index: int) -> None:
     histogram[index] += 1
 
 
+@dataclass(eq=False, repr=False)
 class DrawnTree:
-    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text."""
+    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text.
 
-    def __init__(
-        self, tree: TokenTree, accepted: list[int], decode: Callable[[list[int]], str]
-    ) -> None:
-        """accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids."""
-        self.tree = tree
-        self.accepted = accepted
-        self.decode = decode
+    accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids.
+    """
+
+    tree: TokenTree
+    accepted: list[int]
+    decode: Callable[[list[int]], str]
 
     def __str__(self) -> str:
         return self.tree.drawn(lambda token: repr(self.decode([token]) or token), self.accepted)

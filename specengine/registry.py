@@ -6,18 +6,14 @@ user's, named as FILE.py:CLASS.
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import numbers
 import pkgutil
 import sys
-import types
-import typing
-from importlib import metadata
+from importlib import import_module, metadata, util
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from types import ModuleType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from specengine.errors import (
     InputError,
@@ -25,6 +21,7 @@ from specengine.errors import (
     require_input,
     require_known,
     require_options,
+    require_or,
     require_value,
     restating,
     shown,
@@ -44,7 +41,7 @@ def names(package: ModuleType | str) -> list[str]:
 def _modules(package: ModuleType | str) -> dict[str, str]:
     """Return by name the module of each variant, from the package on: those in its folder and in `baselines` there."""
     if isinstance(package, str):
-        spec = importlib.util.find_spec(package)
+        spec = util.find_spec(package)
         folders = (spec.submodule_search_locations if spec is not None else None) or []
     else:
         folders = list(package.__path__)
@@ -77,24 +74,22 @@ def find(package: ModuleType, base: type[T], name: str, field: str) -> type[T]:
     modules = _modules(package)
     if name not in modules:
         offered = plugins(package.__name__)
-        if name in offered:
-            point = offered[name]
-            package_name = point.dist.name if point.dist else "a package"
-            source = f"{field}: plug-in {point.name} of {package_name} ({point.value})"
-            with restating(
-                Exception,
-                lambda error: InputError(
-                    f"{source} cannot be loaded: {type(error).__name__}: {error}"
-                ),
-            ):
-                variant = point.load()
-            return _checked(base, variant, source, "it is")
         accepted = [*sorted(modules), *sorted(offered)]
-        raise InputError(
+        require_input(
             f"{field}: unknown name {shown(name)}, known are {', '.join(accepted)}"
-            f"{did_you_mean(name, accepted)}"
+            f"{did_you_mean(name, accepted)}",
+            name in offered,
         )
-    module = importlib.import_module(f"{package.__name__}{modules[name]}")
+        point = offered[name]
+        package_name = point.dist.name if point.dist else "a package"
+        source = f"{field}: plug-in {point.name} of {package_name} ({point.value})"
+        with restating(
+            Exception,
+            lambda error: InputError(f"{source} cannot be loaded: {type(error).__name__}: {error}"),
+        ):
+            variant = point.load()
+        return _checked(base, variant, source, "it is")
+    module = import_module(f"{package.__name__}{modules[name]}")
     classes = [
         value
         for value in vars(module).values()
@@ -127,8 +122,8 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
     full = f"{file.resolve().parent}.{file.stem}"
     module = sys.modules.get(full)
     if module is None:
-        spec: Any = importlib.util.spec_from_file_location(full, file)
-        module = importlib.util.module_from_spec(spec)
+        spec: Any = util.spec_from_file_location(full, file)
+        module = util.module_from_spec(spec)
         sys.modules[full] = module  # where a dataclass looks its annotations up
         try:
             spec.loader.exec_module(module)
@@ -148,12 +143,12 @@ def _in_file(base: type[T], name: str, field: str) -> type[T]:
 
 
 def _checked(base: type[T], variant: Any, named: str, has: str) -> type[T]:
-    if not (inspect.isclass(variant) and issubclass(variant, base)):
-        kind = f"class {variant.__name__}" if inspect.isclass(variant) else shown(variant)
-        raise InputError(
-            f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}"
-        )
-    return variant
+    kind = f"class {variant.__name__}" if inspect.isclass(variant) else shown(variant)
+    require_input(
+        f"{named}: {has} {kind}, accepted a subclass of {base.__module__}.{base.__name__}",
+        inspect.isclass(variant) and issubclass(variant, base),
+    )
+    return cast("type[T]", variant)
 
 
 def build(cls: type[T], options: dict[str, Any], field: str) -> T:
@@ -161,7 +156,7 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
 
     Values may be strings, as a command line gives them.
     """
-    types_by_name = typing.get_type_hints(cls)
+    types_by_name = get_type_hints(cls)
     types = {item.name: types_by_name[item.name] for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
     require_options(options, types, f"{field}: ")
     return cls(
@@ -170,8 +165,8 @@ def build(cls: type[T], options: dict[str, Any], field: str) -> T:
 
 
 def _convert(value: Any, expected: Any, field: str) -> Any:
-    origin, arguments, value = typing.get_origin(expected), typing.get_args(expected), plain(value)
-    if origin in (typing.Union, types.UnionType):
+    origin, arguments, value = get_origin(expected), get_args(expected), plain(value)
+    if origin in (Union, UnionType):
         if value is None or value == "none":
             return None
         if any(
@@ -182,7 +177,7 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
             return value
         expected = next(argument for argument in arguments if argument is not type(None))
         return _convert(value, expected, field)
-    if origin is typing.Literal:
+    if origin is Literal:
         require_value(field, value, ", ".join(map(str, arguments)), value in arguments)
         return value
     with restating(
@@ -196,8 +191,12 @@ def _convert(value: Any, expected: Any, field: str) -> Any:
             return tuple(_convert(item, arguments[0], field) for item in parts)
         if expected is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-        if expected is int and (isinstance(value, bool) or float(value) != int(float(value))):
-            raise ValueError
+        require_or(
+            ValueError,
+            "it is no whole number",
+            expected is not int
+            or (not isinstance(value, bool) and float(value) == int(float(value))),
+        )
         return expected(value)
 
 

@@ -1,15 +1,14 @@
 """Costs of verifying and drafting, by number of nodes: measured on this machine, or published."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specengine.errors import InputError, require, restating
+from specengine.errors import InputError, require, require_input, restating
 from specengine.files import read_text
 
 if TYPE_CHECKING:
@@ -134,9 +133,11 @@ class PassCosts:
     def from_dict(cls, content: Any) -> "PassCosts":
         """Read the dict of `to_dict`. Raise InputError naming a field that is missing, unknown or of another type."""
         require("costs", type(content).__name__, "an object", isinstance(content, Mapping))
-        fields = {item.name: item for item in dataclasses.fields(cls)}
-        for name in content.keys() - fields.keys():
-            raise InputError(f"costs.{name}: unknown, known are {', '.join(fields)}")
+        names = [item.name for item in fields(cls)]
+        unknown = sorted(content.keys() - {*names})
+        require_input(
+            f"costs.{', '.join(unknown[:1])}: unknown, known are {', '.join(names)}", not unknown
+        )
         for name in ("name", "verify", "draft"):
             require(f"costs.{name}", "nothing", _READERS[name][0], name in content)
         costs = cls(**{name: _read(name, value) for name, value in content.items()})

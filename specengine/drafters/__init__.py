@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -17,9 +17,8 @@ from specengine import ops, registry
 from specengine.errors import DrafterError, InputError, kind_of, require_input
 from specengine.models import SharedRows
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
-from specengine.ops import Nodes, PassRows
+from specengine.ops import Free, Nodes, PassRows, TokenTree
 from specengine.ops.select import Step as Step
-from specengine.ops.tree import Free, TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle
 
@@ -266,8 +265,8 @@ def another(drafter: Drafter) -> Drafter:
     original: Any = drafter
     if hasattr(drafter, "__copy__"):
         return cast(Drafter, copy.copy(original))
-    if dataclasses.is_dataclass(original):
-        return cast(Drafter, dataclasses.replace(original))  # type: ignore[type-var]
+    if is_dataclass(original):
+        return cast(Drafter, replace(original))  # type: ignore[type-var]
     raise InputError(
         f"{name_of(drafter)}: a draft of this class serves one text at a time; give it a __copy__"
     )

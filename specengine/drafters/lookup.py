@@ -1,13 +1,11 @@
 """A draft that also copies: its distributions mixed with what followed the same tokens before."""
 
-import dataclasses
 import importlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from sys import float_info
 from typing import Any, cast
 
 import numpy as np
@@ -124,7 +122,7 @@ class Lookup(Wrapped):
             _of=(tree.arrays, frontier),
         )
         # C++ would mix float32
-        return mixed if step.logits.dtype is not torch.float16 else dataclasses.replace(mixed)
+        return mixed if step.logits.dtype is not torch.float16 else replace(mixed)
 
 
 class Mixed(Step):
@@ -401,7 +399,7 @@ class Copies:
             parent = entries[place]
             if rank < 0:
                 proposals = self._proposals(
-                    parent.context, math.exp(least - parent.score) or float_info.min, table
+                    parent.context, math.exp(least - parent.score) or sys.float_info.min, table
                 )
                 parent.proposals = [
                     proposal for proposal in proposals if proposal[1] not in parent.taken

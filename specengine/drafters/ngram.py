@@ -11,9 +11,7 @@ from torch import Tensor
 from specengine.drafters import NO_HINTS, About, Drafter, Hints, Traits
 from specengine.drafters.lookup import Suffixes, backend, contexts, sparse_step
 from specengine.errors import require
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 from specengine.records import Cycle
 
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from specengine.drafters import NO_HINTS, About, Hints, Recycler, Traits
 from specengine.drafters.lookup import SuccessorTable, backend, learn, sparse_step
 from specengine.errors import require
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 from specengine.records import Cycle
 
 SUCCESSORS_LIMIT = 64  # more than any tree has room for

@@ -66,10 +66,13 @@ def choose_tokens(
     float32 [1], above 0. The division is in float32; only finite values are chosen, the lowest index wins a tie.
     Returns int64 [n], -1 for a row without a finite logit.
     """
-    signature = (
-        "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]"
+    require(
+        "logits: floating [n, V]; positions: int64 [n]; seed: int64 [1]; temperature: float32 [1]",
+        logits,
+        positions,
+        seed,
+        temperature,
     )
-    require(signature, logits, positions, seed, temperature)
     refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     for name, value in (("positions", positions), ("temperature", temperature)):
         require_input(
@@ -138,11 +141,15 @@ def couple(
     """
     if run := native.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)
-    signature = (
+    require(
         "logits: floating [n, V]; token_ids: int64 [V]; positions: int64 [n]; "
-        "seed: int64 [1]; scale: float32 [1]"
+        "seed: int64 [1]; scale: float32 [1]",
+        logits,
+        token_ids,
+        positions,
+        seed,
+        scale,
     )
-    require(signature, logits, token_ids, positions, seed, scale)
     refuse_unless(logits.shape[1] > 0, "logits", "1 column or more", logits)
     if run := kernels.couple[logits.device]:
         return run(logits, token_ids, positions, seed, scale)

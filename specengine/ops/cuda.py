@@ -282,8 +282,9 @@ def _driver() -> ctypes.CDLL:
 
 
 def _insist(code: int, what: str, source: str) -> None:
-    if code:
-        raise BackendError(f"error {code} of the CUDA compiler or driver: {what} {source}")
+    require_or(
+        BackendError, f"error {code} of the CUDA compiler or driver: {what} {source}", not code
+    )
 
 
 CAPACITY = 256  # largest budget of a best-first queue, as in csrc/spec/device_best_first.hpp

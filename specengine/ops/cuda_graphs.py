@@ -3,13 +3,13 @@
 Elsewhere than on CUDA the same functions are called over the same buffers, without a capture.
 """
 
-import contextlib
 import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -74,14 +74,11 @@ class Graphs:
         reads: every tensor that may be replaced by another one between calls; where one was, the function is captured
         again. CaptureError where it cannot be captured.
         """
-        signature = _signature(reads)
-        known = self._captured.get(name)
-        if known is None or known.signature != signature:
-            known = None  # frees its graph
-            self._captured.pop(name, None)
-            made = self._capture(name, signature, function)
+        if not self.has(name, reads):
+            self._captured.pop(name, None)  # frees its graph
+            self._captured[name] = self._capture(name, _signature(reads), function)
             self.captures[name] = self.captures.get(name, 0) + 1
-            known = self._captured[name] = made
+        known = self._captured[name]
         if known.graph is None:
             return function()
         known.graph.replay()
@@ -117,8 +114,7 @@ class Graphs:
             return _Captured(signature, None)
         began = time.perf_counter()
         with turns(self.device).capturing(), torch.cuda.device(self.device):
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
+            self._stream = self._stream or torch.cuda.Stream()
             if (
                 self._pool is None or not self._captured
             ):  # torch gives up a pool with its last graph
@@ -160,7 +156,7 @@ class Graphs:
         except BaseException:
             # torch may go on counting stream and pool as in use: before its pull request 180395 the end of a capture
             # that failed left that out
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)  # noqa: SLF001
             self._stream = self._pool = None
             if failed:  # the end of such a capture fails as well, and says less
@@ -183,7 +179,7 @@ class Graphs:
                 for run in range(
                     WARM_UPS
                 ):  # the first one may move to the device what is to stay there
-                    with refusing_waits() if 0 < run == WARM_UPS - 1 else contextlib.nullcontext():
+                    with refusing_waits() if 0 < run == WARM_UPS - 1 else nullcontext():
                         function()
         finally:
             current.wait_stream(self._stream)
@@ -231,7 +227,7 @@ def branches(device: torch.device) -> bool:
     return asked and hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node")
 
 
-@contextlib.contextmanager
+@contextmanager
 def only_if(flag: Tensor) -> Iterator[None]:
     """Capture what runs within such that a replay runs it only where the flag, bool [1], is up. May be nested.
 
@@ -259,7 +255,7 @@ _WAITS = "called a synchronizing CUDA operation"  # what torch says
 _refusing = threading.RLock()  # torch's mode and Python's warnings are those of all threads
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusing_waits() -> Iterator[None]:
     """Make it a RuntimeError of this thread to wait for a device; one thread at a time.
 
@@ -294,28 +290,26 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._running: dict[int, int] = {}  # by thread, how often it is within `running`
+        self._running = Counter[int]()  # by thread, how often it is within `running`
         self._waiting = 0  # to capture
         self._captures: int | None = None  # the thread that does
 
-    @contextlib.contextmanager
+    @contextmanager
     def running(self) -> Iterator[None]:
         """Run cycles within this; waits while another thread captures or is about to. May be nested."""
         thread = threading.get_ident()
         with self._changed:
             if thread not in self._running and self._captures != thread:
                 self._changed.wait_for(lambda: self._captures is None and not self._waiting)
-            self._running[thread] = self._running.get(thread, 0) + 1
+            self._running[thread] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._running[thread] -= 1
-                if not self._running[thread]:
-                    del self._running[thread]
+                self._running -= Counter((thread,))  # which leaves out counts of 0
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
+    @contextmanager
     def capturing(self) -> Iterator[None]:
         """Capture within this, alone on the device. A thread that runs cycles lets others capture before it does."""
         thread = threading.get_ident()
@@ -356,7 +350,7 @@ def sharing(
     if device.type != "cuda":
         return running
 
-    @contextlib.contextmanager
+    @contextmanager
     def shared() -> Iterator[None]:
         with turns(device).running(), running():
             yield

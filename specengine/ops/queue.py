@@ -87,15 +87,18 @@ def step_queues(
             queues, found, frontier, depths, token_ids, passes, search
         )
         return Drawn(parents, tokens, log_probs, drawn_live, Nodes(*expand))
-    signature = "rows: int64 [m]; columns: int64 [m]; log_probs: float32 [m]; scores: float32 [m]; live: int32 [1]"
-    require(signature, *found)
-    signature = "frontier: int64 [width]; live: int32 [1]; depths: int64 [n]; token_ids: int64 [V]; passes: int32 [1]"
-    require(signature, *frontier, depths, token_ids, passes)
-    signature = (
-        "accepted: float32 [n]; scores: float32 [n]; log_probs: float32 [n]; "
-        "parents: int64 [n]; depths: int64 [n]"
+    require(
+        "rows: int64 [m]; columns: int64 [m]; log_probs: float32 [m]; scores: float32 [m]; live: int32 [1]; "
+        "frontier: int64 [width]; live: int32 [1]; depths: int64 [n]; token_ids: int64 [V]; passes: int32 [1]; "
+        "accepted: float32 [b]; scores: float32 [b]; log_probs: float32 [b]; parents: int64 [b]; "
+        "depths: int64 [b]; tokens: int64 [b]; bound: float32 [1]",
+        *found,
+        *frontier,
+        depths,
+        token_ids,
+        passes,
+        *queues,
     )
-    require(f"{signature}; tokens: int64 [n]; bound: float32 [1]", *queues)
     refuse_unless(search.batch >= 1, "batch", "1 or more", search.batch)
     refuse_unless(search.max_depth >= 1, "max_depth", "1 or more", search.max_depth)
     if run := kernels.step_queues[passes.device]:

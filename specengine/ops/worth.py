@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -188,12 +189,17 @@ def grow_likely(
     """
     if run := native.grow_likely[frontier.ids.device]:
         return Nodes(*run(tree, counters, frontier, drafted, state, limits))
-    size, passes, overflow = counters
+    size, passes, _ = counters
     _require_state(tree, state)
-    signature = "frontier: int64 [rows]; logits: floating [rows, V]; token_ids: int64 [V]; marks: uint8 [rows, V]"
-    require(signature, frontier.ids, drafted.logits, drafted.token_ids, drafted.marks)
-    signature = "live: int32 [1]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]"
-    require(signature, frontier.live, size, passes, overflow)
+    require(
+        "frontier: int64 [rows]; live: int32 [1]; logits: floating [rows, V]; token_ids: int64 [V]; "
+        "marks: uint8 [rows, V]; size: int32 [1]; passes: int32 [1]; overflow: int32 [1]",
+        *frontier,
+        drafted.logits,
+        drafted.token_ids,
+        drafted.marks,
+        *counters,
+    )
     drafted = drafted.mixed(tree, frontier)
     if run := kernels.grow_likely[frontier.ids.device]:
         return run(tree, counters, frontier, drafted, state, limits)
@@ -256,19 +262,21 @@ def _append_likely(
 def _require_state(tree: Arrays, state: SearchState) -> None:
     """Raise InputError where tables are not those of the cells, levels and places above, or too small for the tree."""
     counts, notes, throughput = state.counts, state.notes, state.throughput
-    signature = f"hits: float32 [cells, {KNOTS}]; tries: float32 [cells, {KNOTS}]; table: float32 [cells, {KNOTS}]"
-    profile = f"float32 [{LEVELS}, {PLACES}]"
-    signature = f"{signature}; gains: {profile}; passes: float32 [{LEVELS}]; profile: {profile}; group: int64 [1]"
-    require(signature, *counts)
+    table, profile = f"float32 [cells, {KNOTS}]", f"float32 [{LEVELS}, {PLACES}]"
     require(
-        "stated: float32 [n]; cells: int64 [n]; places: int64 [n]; waiting: bool [n]; drafted: bool [n]",
+        f"hits: {table}; tries: {table}; table: {table}; gains: {profile}; passes: float32 [{LEVELS}]; "
+        f"profile: {profile}; group: int64 [1]; stated: float32 [n]; cells: int64 [n]; places: int64 [n]; "
+        "waiting: bool [n]; drafted: bool [n]; draft: float32 [width]; drafting: float32 [1]; "
+        "experts: float32 [numbers]",
+        *counts,
         *notes,
+        throughput.draft,
+        throughput.drafting,
+        throughput.experts,
     )
     refuse_unless(
         len(notes.stated) > len(tree[0]), "stated", f"{len(tree[0]) + 1} or more", notes.stated
     )
-    require("draft: float32 [width]; drafting: float32 [1]", throughput.draft, throughput.drafting)
-    require("experts: float32 [numbers]", throughput.experts)
     refuse_unless(
         len(throughput.experts) in (0, 2 + RELATIONS),
         "experts",
@@ -307,8 +315,13 @@ def count_outcomes(
     """
     if run := native.count_outcomes[size.device]:
         return run(tree, size, path, chosen, state)
-    signature = "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]"
-    require(signature, path.ids, chosen, size, path.live)
+    require(
+        "path: int64 [width]; chosen: int64 [width]; size: int32 [1]; live: int32 [1]",
+        path.ids,
+        chosen,
+        size,
+        path.live,
+    )
     _require_state(tree, state)
     if run := kernels.count_outcomes[size.device]:
         return run(tree, size, path, chosen, state)
@@ -423,12 +436,17 @@ def next_pass(
     """
     if run := native.next_pass[paths.device]:
         return Nodes(*run(paths, edges, waiting, size, profile, prices, rounds))
-    signature = (
+    require(
         "paths: float32 [m]; edges: float32 [m]; waiting: bool [m]; size: int32 [1]; "
-        "profile: float32 [levels, places]"
+        "profile: float32 [levels, places]; verify: float32 [n]; draft: float32 [width]; "
+        "widths: int64 [w]",
+        paths,
+        edges,
+        waiting,
+        size,
+        profile,
+        *prices,
     )
-    require(signature, paths, edges, waiting, size, profile)
-    require("verify: float32 [n]; draft: float32 [width]; widths: int64 [w]", *prices)
     least = min(len(paths), profile.numel(), len(prices.widths), rounds)
     refuse_unless(
         least >= 1 and min(len(prices.verify), len(prices.draft)) >= 2,
@@ -536,20 +554,13 @@ def _is_covered(free: Free, tree: Arrays, size: Tensor, state: SearchState) -> b
         paths.append(paths[parent] * edge)
         missed.append(paths[-1])
         depths.append(depths[parent] + 1)
-    share, price, gain = (
-        float(counts.profile[0].sum()),
-        float(state.throughput.prices.draft[1]),
-        0.0,
+    share, price = float(counts.profile[0].sum()), float(state.throughput.prices.draft[1])
+    gains = (
+        share * sum(chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
+        - price
+        for level in range(max(depths) + 1)
     )
-    for level in range(max(depths) + 1):
-        gain += (
-            share
-            * sum(chance for chance, depth in zip(missed, depths, strict=True) if depth == level)
-            - price
-        )
-        if gain > 0:
-            return False
-    return True
+    return not any(gain > 0 for gain in accumulate(gains))
 
 
 def _read(free: Free, tree: Arrays, size: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:

@@ -3,22 +3,16 @@
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specengine import errors, registry
-from specengine.errors import InputError as InputError
-from specengine.errors import PolicyError, did_you_mean, kind_of, shown
-from specengine.errors import require_input as require_input
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
-
-if TYPE_CHECKING:
-    from specengine.costs import PassCosts
-    from specengine.records import Outcome
+from specengine.costs import PassCosts
+from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, require_or, shown
+from specengine.ops import Nodes, Step, TokenTree
+from specengine.records import Outcome
 
 
 class Plan(NamedTuple):
@@ -82,7 +76,7 @@ class TreePolicy:
         return DRAFT
 
     def begin(
-        self, tokens: int, sampled: bool = False, costs: "Callable[[], PassCosts] | None" = None
+        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
     ) -> None:
         """Prepare for a generation.
 
@@ -106,7 +100,7 @@ class TreePolicy:
         """
         return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
-    def learn(self, outcome: "Outcome") -> None:
+    def learn(self, outcome: Outcome) -> None:
         """Learn from the target's choices in a grown tree. Called once per cycle.
 
         A captured driver calls it inside a graph if the policy has a state on the device, else on the host. With
@@ -186,6 +180,12 @@ def require(policy: str, field: str, value: Any, accepted: str, holds: bool) -> 
     errors.require(f"policy {policy}.{field}", value, accepted, holds)
 
 
+def require_each(policy: str, *checks: tuple[str, Any, str, bool]) -> None:
+    """Raise InputError for the first option outside its range; checks: field, value, accepted, whether it holds."""
+    for check in checks:
+        require(policy, *check)
+
+
 def require_minimum(policy: str, options: Any, **minimums: float) -> None:
     """Raise InputError for an option of a policy below its minimum."""
     errors.require_minimum(options, f"policy {policy}.", **minimums)
@@ -237,8 +237,9 @@ def require_sizes(policy: TreePolicy) -> None:
             ) from None
         except TypeError:
             fits = False
-        if not fits:
-            raise PolicyError(f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}")
+        require_or(
+            PolicyError, f"{name_of(policy)}.{name}: got {shown(value)}, accepted {_SIZES}", fits
+        )
 
 
 _SIZES = f"how many nodes its trees can have, 1 to {MAX_NODES}"

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
+from specengine.ops import Flag, Nodes, Step, TokenTree, is_down, number
 from specengine.policies import TreePolicy, require_minimum
 
 
@@ -41,7 +38,7 @@ class Beam(TreePolicy):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         nodes = step.add_best_children(tree, frontier, self.width)
-        goes_on = (ops.number(tree.passes) <= self.expansions) & (ops.number(nodes.live) > 0)
+        goes_on = (number(tree.passes) <= self.expansions) & (number(nodes.live) > 0)
         if is_down(goes_on):
             return nodes.where(goes_on)
         beam = tree.best(nodes, self.width)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specengine import ops
 from specengine.errors import InputError, require_input, require_or, restating
-from specengine.policies import require, require_minimum
+from specengine.policies import require_each, require_minimum
 from specengine.policies._classifier import UNREADABLE, filled, read
 
 FORMAT = 1
@@ -56,22 +56,23 @@ class LtdShape:
 
     def __post_init__(self) -> None:
         require_minimum("ltd", self, width=1, expansions=1, least=0, check_every=1)
-        require(
+        require_each(
             "ltd",
-            "least, check_every",
-            (self.least, self.check_every),
-            "a depth that is asked about",
-            any(self.asks(count) for count in range(self.expansions)),
+            (
+                "least, check_every",
+                (self.least, self.check_every),
+                "a depth that is asked about",
+                any(self.asks(count) for count in range(self.expansions)),
+            ),
+            (
+                "sizes",
+                self.sizes,
+                "one or more, ascending, above 0",
+                bool(self.sizes) and all(a < b for a, b in pairwise((0, *self.sizes))),
+            ),
+            ("pad", self.pad, "0 or less", self.pad <= 0),
+            ("sees", self.sees, ", ".join(FACTS), set(self.sees) <= set(FACTS)),
         )
-        require(
-            "ltd",
-            "sizes",
-            self.sizes,
-            "one or more, ascending, above 0",
-            bool(self.sizes) and all(a < b for a, b in pairwise((0, *self.sizes))),
-        )
-        require("ltd", "pad", self.pad, "0 or less", self.pad <= 0)
-        require("ltd", "sees", self.sees, ", ".join(FACTS), set(self.sees) <= set(FACTS))
 
     @property
     def candidates(self) -> int:

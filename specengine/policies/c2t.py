@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
+from specengine.ops import Nodes, Step, TokenTree, is_down
 from specengine.policies import (
     TreePolicy,
     _classifier,

@@ -3,19 +3,15 @@
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import PerDevice, TreePolicy, require, require_minimum
-
-if TYPE_CHECKING:
-    from specengine.records import Outcome
+from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
+from specengine.policies import PerDevice, TreePolicy, require_each, require_minimum
+from specengine.records import Outcome
 
 # where the history may move its settings; `low` stays as far below `high` as it stays above 0
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE, LOW_FLOOR = 2, (0.5, 0.95), (0.3, 0.8), 0.05
@@ -83,39 +79,38 @@ class DynaTree(TreePolicy):
     }
 
     def __post_init__(self) -> None:
-        require(
-            "dynatree",
-            "base_depth, max_depth",
-            (self.base_depth, self.max_depth),
-            "1 <= base < max",
-            1 <= self.base_depth < self.max_depth,
-        )
         branches = (self.branch_min, self.branch_mid, self.branch_max)
-        require(
-            "dynatree",
-            "branch_min, _mid, _max",
-            branches,
-            "1 or more, ascending",
-            branches[0] >= 1 and list(branches) == sorted(branches),
-        )
-        require(
-            "dynatree",
-            "low, high",
-            (self.low, self.high),
-            "0 < low < high < 1",
-            0 < self.low < self.high < 1,
-        )
-        require(
-            "dynatree",
-            "stop, deep",
-            (self.stop, self.deep),
-            "0 <= stop < deep <= 1, or both 0",  # the ablation without dynamic depth
-            0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0,
-        )
-        require("dynatree", "least", self.least, "0 to below 1", 0 <= self.least < 1)
+        shares = {"target": self.target, "band": self.band, "step": self.step}
         require_minimum("dynatree", self, nodes=1, window=1)
-        for name in ("target", "band", "step"):
-            require("dynatree", name, getattr(self, name), "0 to 1", 0 <= getattr(self, name) <= 1)
+        require_each(
+            "dynatree",
+            (
+                "base_depth, max_depth",
+                (self.base_depth, self.max_depth),
+                "1 <= base < max",
+                1 <= self.base_depth < self.max_depth,
+            ),
+            (
+                "branch_min, _mid, _max",
+                branches,
+                "1 or more, ascending",
+                branches[0] >= 1 and list(branches) == sorted(branches),
+            ),
+            (
+                "low, high",
+                (self.low, self.high),
+                "0 < low < high < 1",
+                0 < self.low < self.high < 1,
+            ),
+            (
+                "stop, deep",
+                (self.stop, self.deep),
+                "0 <= stop < deep <= 1, or both 0",  # the ablation without dynamic depth
+                0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0,
+            ),
+            ("least", self.least, "0 to below 1", 0 <= self.least < 1),
+            *((name, share, "0 to 1", 0 <= share <= 1) for name, share in shares.items()),
+        )
         self._base_depth, self._high = float(self.base_depth), self.high
         self._deep, self._low = self.deep, self.low
         self._rates = deque[float](maxlen=self.window)
@@ -162,7 +157,7 @@ class DynaTree(TreePolicy):
         ids = nodes.ids.index_select(0, expanded.ids) if len(nodes.ids) else expanded.ids
         return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)
 
-    def learn(self, outcome: "Outcome") -> None:
+    def learn(self, outcome: Outcome) -> None:
         cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not self.history or not height:

@@ -6,10 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Queues, Search, Step, TokenTree, number, step_queues, where
 from specengine.policies import (
     PerDevice,
     TreePolicy,
@@ -54,7 +51,7 @@ class Salf(TreePolicy):
         require_minimum("salf", self, budget=1, batch=1)
         require("salf", "threshold", self.threshold, "0 to below 1", 0 <= self.threshold < 1)
         require_minimum_or_none("salf", self, "max_depth")
-        self._queues = PerDevice(lambda device: ops.Queues.start(self.budget, device))
+        self._queues = PerDevice(lambda device: Queues.start(self.budget, device))
 
     @property
     def capacity(self) -> int:
@@ -76,16 +73,16 @@ class Salf(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         queues = self._queues[tree.device]
         # those of the tree before are still there
-        bound = ops.where(ops.number(tree.passes) == 1, -math.inf, queues.bound)
+        bound = where(number(tree.passes) == 1, -math.inf, queues.bound)
         candidates = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
-        drawn = ops.step_queues(
+        drawn = step_queues(
             queues,
             candidates,
             frontier,
             tree.depths,
             step.token_ids,
             tree.passes,
-            ops.Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill),
+            Search(self.batch, self.max_depth or self.budget, self.threshold, self.fill),
         )
         nodes = tree.add(drawn.parents, drawn.tokens, drawn.log_probs, drawn.live)
         return Nodes(

@@ -4,10 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree, at_most, number, where
 from specengine.policies import TreePolicy, require, require_minimum, require_minimum_or_none
 
 
@@ -59,10 +56,10 @@ class Talon(TreePolicy):
         return max(min(self.budget - 1, self.max_depth or self.budget), 1)
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        passes, room = ops.number(tree.passes), self.budget - ops.number(tree.size)
+        passes, room = number(tree.passes), self.budget - number(tree.size)
         robust = passes <= self.robust_layers
-        limit = ops.where(robust, ops.at_most(room, self.width), room)
-        gate = ops.where(robust, -math.inf, math.log(self.mu))
+        limit = where(robust, at_most(room, self.width), room)
+        gate = where(robust, -math.inf, math.log(self.mu))
         candidates = step.candidates(tree, frontier, self.rows, limit=limit, log_gate=gate)
         nodes = tree.add(*step.children(frontier, candidates))
-        return nodes.where((ops.number(tree.size) < self.budget) & (passes < self.passes))
+        return nodes.where((number(tree.size) < self.budget) & (passes < self.passes))

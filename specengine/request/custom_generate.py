@@ -106,27 +106,29 @@ class CustomGenerate:
             "one sequence; for several call generate_many",
             input_ids.shape[0] == 1,
         )
-        mask = inputs.get("attention_mask")
-        require_input(
-            "attention_mask: padded prompts are not supported, pass the prompt without padding",
-            mask is None or bool(mask.all()),
+        mask, positions, past = (
+            inputs.get(name) for name in ("attention_mask", "position_ids", "past_key_values")
         )
-        positions = inputs.get("position_ids")
-        require_input(
-            "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding",
-            positions is None or positions.flatten().tolist() == list(range(input_ids.shape[1])),
-        )
-        past = inputs.get("past_key_values")
-        require_input(
-            "past_key_values: not supported, the engine has a cache of its own; sessions reuse it",
-            past is None or not (getattr(past, "_is_user_defined", False) or past.get_seq_length()),
-        )
-        for name, value in inputs.items():
-            require_input(
-                f"{name}: not supported by speculative decoding here",
-                name in _PREPARED or value is None,
-            )
-        require_input(
-            "prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that",
-            not config.prompt_lookup_num_tokens,
-        )
+        refusals = {
+            "attention_mask: padded prompts are not supported, pass the prompt without padding": (
+                mask is not None and not mask.all()
+            ),
+            "position_ids: accepted 0, 1, 2 and so on, the positions of a prompt without padding": (
+                positions is not None
+                and positions.flatten().tolist() != list(range(input_ids.shape[1]))
+            ),
+            "past_key_values: not supported, the engine has a cache of its own; sessions reuse it": (
+                past is not None
+                and (getattr(past, "_is_user_defined", False) or past.get_seq_length())
+            ),
+            **{
+                f"{name}: not supported by speculative decoding here": value is not None
+                for name, value in inputs.items()
+                if name not in _PREPARED
+            },
+            "prompt_lookup_num_tokens: the engine drafts; load it with draft='ngram' for that": (
+                config.prompt_lookup_num_tokens
+            ),
+        }
+        for reason, applies in refusals.items():
+            require_input(reason, not applies)

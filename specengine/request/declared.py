@@ -40,28 +40,24 @@ MIN_PENALTY = 1 / MAX_NUMBER  # logits divided by it stay finite
 # ---- readers of lists and objects
 
 
-def _check_ends(name: str, value: Any) -> None:
-    require_value(
-        name, value, "a token id or a list of them", isinstance(value, int | list | tuple)
+def _several(accepted: str, kinds: Any, each: Reader, alone: type | tuple[()] = ()) -> Any:
+    """Return the check of several values, which are of one of `kinds`; alone: the type of one that may stand alone."""
+
+    def check(name: str, value: Any) -> None:
+        require_value(name, value, accepted, isinstance(value, kinds))
+        for item in [value] if isinstance(value, alone) else value:
+            each.check(name, item)
+
+    return check
+
+
+_CALLABLES = Reader(
+    _several(
+        "a list of callables as in transformers",
+        Iterable,
+        reader("callables as in transformers", callable),
     )
-    for token in [value] if isinstance(value, int) else value:
-        whole(0).check(name, token)
-
-
-def _check_stops(name: str, value: Any) -> None:
-    require_value(
-        name, value, "a string or a list of strings", isinstance(value, str | list | tuple)
-    )
-    for text in [value] if isinstance(value, str) else value:
-        require_value(name, text, "non-empty strings", isinstance(text, str) and bool(text))
-
-
-def _check_callables(name: str, value: Any) -> None:
-    require_value(
-        name, value, "a list of callables as in transformers", isinstance(value, Iterable)
-    )
-    for item in value:
-        require_value(name, item, "callables as in transformers", callable(item))
+)
 
 
 def _check_config(name: str, value: Any) -> None:
@@ -229,11 +225,20 @@ class DeclaredOptions:
     """when sampling: drafts know the noise that the seed gives, so that they guess the draw itself. Never changes the
     answer; False for trees that do not depend on it, as the papers have them"""
     eos_token_id: int | list[int] | None = option(
-        Reader(_check_ends), field=RequestField("ignore_eos", written=True)
+        Reader(_several("a token id or a list of them", int | list | tuple, whole(0), int)),
+        field=RequestField("ignore_eos", written=True),
     )
     """one id, or several; [] to ignore the model's own"""
     stop_strings: str | list[str] | None = option(
-        Reader(_check_stops, str),
+        Reader(
+            _several(
+                "a string or a list of strings",
+                str | list | tuple,
+                reader("non-empty strings", lambda text: isinstance(text, str) and bool(text)),
+                str,
+            ),
+            str,
+        ),
         help="end the answer with this text; repeatable",
         flag="stop",
         metavar="TEXT",
@@ -245,11 +250,11 @@ class DeclaredOptions:
     max_time: float | None = option(number(0, math.inf, "above 0", open_low=True), line=False)
     """seconds after which the answer ends"""
     logits_processor: Iterable[Callable[..., Any]] | None = option(
-        Reader(_check_callables), line=False, as_is=True
+        _CALLABLES, line=False, as_is=True
     )
     """as in transformers"""
     stopping_criteria: Iterable[Callable[..., Any]] | None = option(
-        Reader(_check_callables), line=False, as_is=True
+        _CALLABLES, line=False, as_is=True
     )
     """as in transformers"""
     streamer: Any = option(

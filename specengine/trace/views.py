@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -17,7 +18,7 @@ TITLE_WIDTH = 44
 
 def summary(traces: Sequence[Trace]) -> Iterator[str]:
     """Yield a table with one line per query of all traces, numbered from 1."""
-    number = 0
+    numbers = itertools.count(1)
     for trace in traces:
         yield f"{trace.file}: {_plain(trace.model)}, draft {_plain(trace.draft)}, policy {_plain(trace.policy)}"
         if trace.truncated:
@@ -27,12 +28,11 @@ def summary(traces: Sequence[Trace]) -> Iterator[str]:
             f"  {'end':<10}prompt"
         )
         for query in trace.queries:
-            number += 1
             title = repr(query.title)
             shown = title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 3] + "..."
             tokens = sum(len(cycle.committed) for cycle in query.cycles)
             yield (
-                f"  {number:>5}{len(query.cycles):>8}{tokens:>8}{query.tau:>7.2f}{query.delta:>7.2f}"
+                f"  {next(numbers):>5}{len(query.cycles):>8}{tokens:>8}{query.tau:>7.2f}{query.delta:>7.2f}"
                 f"{query.verified:>10.1f}{query.drafted:>9.1f}"
                 f"  {_plain(query.finish_reason or '-'):<10}{shown}"
             )

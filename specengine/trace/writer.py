@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +91,10 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.decode = Decoder(tokenizer, special=True)
-        self._known: dict[int, str] = {}
+        self._text_of = cache(lambda token: self.decode([token]))
 
     def __call__(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self.decode([token])
-        return self._known[token]
+        return self._text_of(token)
 
 
 def cycle_record(cycle: "Cycle", text: str, text_of: Callable[[int], str]) -> dict[str, Any]:

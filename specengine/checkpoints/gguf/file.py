@@ -252,12 +252,8 @@ class _Cursor:
         self.source, self.position, self.place = source, 0, "the header"
         self._data = bytearray()
 
-    def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.source.path}: {self.place} {message}")
-
     def require(self, holds: bool, message: str) -> None:
-        if not holds:
-            raise self.error(message)
+        require_intact(f"{self.source.path}: {self.place} {message}", holds)
 
     def take(self, count: int) -> bytearray:
         self._load(self.position + count)
@@ -283,7 +279,10 @@ class _Cursor:
             texts.append(data[start:position])
         self.position = position
         with restating(
-            UnicodeDecodeError, lambda error: self.error(f"is not UTF-8 ({error.reason})")
+            UnicodeDecodeError,
+            lambda error: CheckpointError(
+                f"{self.source.path}: {self.place} is not UTF-8 ({error.reason})"
+            ),
         ):
             return [piece.decode() for piece in texts]
 

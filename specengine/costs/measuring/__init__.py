@@ -4,14 +4,14 @@ Other programs make single cycles longer, never shorter. So each cost is the low
 take turns, and the costs of all sizes keep the laws of `specengine.costs.laws`.
 """
 
-import dataclasses
 import itertools
 import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -24,9 +24,8 @@ from specengine.costs.laws import lawful
 from specengine.drafters import Drafter, reserve
 from specengine.errors import require
 from specengine.models import Target
-from specengine.ops import Nodes
+from specengine.ops import Nodes, TokenTree
 from specengine.ops.cuda_graphs import room
-from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
 
 CONTEXTS = (64, 1024)  # tokens in the cache
@@ -151,7 +150,7 @@ def measure(
                 costs = _measured(cycles, began, seconds)
     finally:
         cycles.end()
-    return dataclasses.replace(costs, load=share_of_others(before) or 0.0)
+    return replace(costs, load=share_of_others(before) or 0.0)
 
 
 def _warm(cycles: "SyntheticCycles") -> float:
@@ -183,15 +182,12 @@ def _rehearsed(cycles: "SyntheticCycles", driver: Driver, seconds: float) -> Pas
     parts = _parts(cycles, driver, began + (SHORT_SHARE if long > short else 1) * seconds)
     verify, draft = points = _points(driver, parts)
     overhead = parts["first"] + max(0.0, parts["root"] - max(draft.values())) + parts["end"]
-    growths: list[Points] = [{}, {}]
-    if long >= 2 * short:
-        cycles.begin(long)
+
+    def later() -> tuple[Points, Points]:
         driver.rehearse(cycles.root, 1)
-        later = _points(driver, _parts(cycles, driver, began + seconds))
-        growths = [
-            _growth(before, after, long - short)
-            for before, after in zip(points, later, strict=True)
-        ]
+        return _points(driver, _parts(cycles, driver, began + seconds))
+
+    growths = _growths(cycles, points, short, long, later)
     return PassCosts(
         "measured",
         verify,
@@ -256,14 +252,13 @@ def _measured(cycles: "SyntheticCycles", began: float, seconds: float) -> PassCo
     smallest = len(cycles.plan(SMALLEST_PLAN).nodes)
     remaining = began + allowed - time.perf_counter() - (smallest + 1) * verify[max(verify)]
     long = min(long, int(short * remaining / prefill)) if remaining > 0 else short
-    growths: list[Points] = [{}, {}]
-    if long >= 2 * short:
-        cycles.begin(long)
-        later = _rounds(cycles, () if padded else LONG_PLANS, began + allowed).costs()
-        growths = [
-            _growth(before, after, long - short)
-            for before, after in zip((verify, draft), later, strict=True)
-        ]
+    growths = _growths(
+        cycles,
+        (verify, draft),
+        short,
+        long,
+        lambda: _rounds(cycles, () if padded else LONG_PLANS, began + allowed).costs(),
+    )
     return PassCosts(
         "measured",
         verify,
@@ -344,8 +339,21 @@ def _seconds(plan: MeasuringPlan, samples: _Samples) -> float:
     return sum(rest + interpolated(verify, nodes) for nodes in plan.nodes)
 
 
-def _growth(short: Points, long: Points, tokens: int) -> Points:
-    return {n: max(0.0, long[n] - short[n]) / tokens for n in sorted(short.keys() & long.keys())}
+def _growths(
+    cycles: "SyntheticCycles",
+    points: tuple[Points, Points],
+    short: int,
+    long: int,
+    measured: Callable[[], tuple[Points, Points]],
+) -> list[Points]:
+    """Return by how much each of these costs grows per token up to `long`, as `measured` there; none if it is near."""
+    if long < 2 * short:
+        return [{}, {}]
+    cycles.begin(long)
+    return [
+        {n: max(0.0, after[n] - before[n]) / (long - short) for n in sorted(before.keys() & after)}
+        for before, after in zip(points, measured(), strict=True)
+    ]
 
 
 def _costs(samples: dict[int, list[float]], always: Sequence[int]) -> Points:
@@ -400,8 +408,9 @@ class SyntheticCycles:
         self._prompt: list[int] = []
         self.root = self._tokens(1)[0]
         self._branching = 1 if target.paths else min(CHILDREN, target.vocab_size)
-        self._verified: dict[int, TokenTree] = {}  # created once, because captures read them
-        self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
+        # trees are created once, because captures read them
+        self._verified = cache(self._tree_of)
+        self._drafted = cache(self._star_of)
         self.end()  # clear the caches of an earlier generation
         target.want(() if drafter is None else drafter.traits.features)
         tokens = max_context + DRIFT + 2 * MAX_PATH
@@ -431,9 +440,7 @@ class SyntheticCycles:
             len(self._prompt) + DRIFT, self.target.max_context
         ):
             self._rewind()
-        if nodes not in self._verified:
-            self._verified[nodes] = self._tree_of(nodes)
-        tree = self._verified[nodes]
+        tree = self._verified(nodes)
         root, step = self._draft(width)
         verify, features = self._timed(lambda: self._verify(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
@@ -462,9 +469,7 @@ class SyntheticCycles:
         drafter: Any = self.drafter
         if drafter is None:
             return 0.0, 0.0
-        if width not in self._drafted:
-            self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
-        tree, frontier = self._drafted[width]
+        tree, frontier = self._drafted(min(width, self.target.vocab_size))
 
         return self._timed(lambda: drafter.root(tree))[0], self._timed(
             lambda: drafter.step(tree, frontier)
@@ -534,9 +539,7 @@ class SyntheticCycles:
         return time.perf_counter() - began, result
 
     def _wait(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        elif self.target.device.type != "cpu":
+        if self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
 
 

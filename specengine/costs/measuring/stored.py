@@ -1,13 +1,12 @@
 """Measured costs, stored in the cache folder by model, draft, device and versions."""
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def find(
             measure(target, drafter, driver if target.device.type == "cuda" else None), time.time()
         )
         if reason := _write(key, stored_costs):
-            stored_costs.costs = dataclasses.replace(
+            stored_costs.costs = replace(
                 stored_costs.costs, source=f"{stored_costs.costs.source}, not stored: {reason}"
             )
     _loaded[name] = stored_costs

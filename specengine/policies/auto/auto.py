@@ -7,24 +7,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specengine import ops
 from specengine.costs import ASSUMED, MEASURED, PassCosts, find_costs
-from specengine.ops import Drafted, Limits, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import Beside, Free, TokenTree
-from specengine.policies import PerDevice, Plan, TreePolicy, require, require_minimum
+from specengine.ops import Beside, Drafted, Free, Limits, Nodes, Source, Step, TokenTree
+from specengine.policies import PerDevice, Plan, TreePolicy, require_each, require_minimum
 from specengine.policies.auto.costs import CostModel
 from specengine.policies.auto.pacing import Pace
 from specengine.policies.auto.search import DeviceSearch
-
-if TYPE_CHECKING:
-    from specengine.ops.worth import Source
-    from specengine.records import Cycle, Outcome
+from specengine.records import Cycle, Outcome
 
 PLAIN_REASON = "no draft promised more than it costs, or trees had not paid and rested"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are compared
@@ -69,13 +64,15 @@ class Auto(TreePolicy):
 
     def __post_init__(self) -> None:
         require_minimum("auto", self, budget=1, width=1, max_passes=1, rounds=1)
-        require("auto", "rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS)
-        require(
+        require_each(
             "auto",
-            "costs",
-            self.costs,
-            f"{MEASURED}, PassCosts, a name or a file",
-            isinstance(self.costs, str | PassCosts),
+            ("rounds", self.rounds, f"1 to {MAX_ROUNDS}", self.rounds <= MAX_ROUNDS),
+            (
+                "costs",
+                self.costs,
+                f"{MEASURED}, PassCosts, a name or a file",
+                isinstance(self.costs, str | PassCosts),
+            ),
         )
         costs = ASSUMED if self.costs == MEASURED else self.costs
         self._costs = CostModel(

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from specengine.costs import MEASURED, PassCosts
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 from specengine.policies import require
 from specengine.policies.baselines._priced import Priced
 from specengine.policies.baselines.ddtree import MAX_BEAM, DDTree

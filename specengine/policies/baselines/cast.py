@@ -9,10 +9,8 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import MEASURED, PassCosts
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, require, require_minimum
+from specengine.ops import Nodes, Step, TokenTree
+from specengine.policies import PerDevice, require_each, require_minimum
 from specengine.policies.baselines._priced import Priced
 
 MIN_UTILITY = 1e-300  # utility that ratios are taken to
@@ -60,9 +58,11 @@ class Cast(Priced):
 
     def __post_init__(self) -> None:
         require_minimum("cast", self, budget=1, children=1, width=1, passes=1, recent=1)
-        for name in ("breadth", "deeper", "verified"):
-            value = getattr(self, name)
-            require("cast", name, value, "0 or more", 0 <= value < math.inf)
+        limits = {"breadth": self.breadth, "deeper": self.deeper, "verified": self.verified}
+        require_each(
+            "cast",
+            *((name, value, "0 or more", 0 <= value < math.inf) for name, value in limits.items()),
+        )
         self.price(self.budget, self.width)
         # utility of the last layer, [1]; then by layer, the newest last, its ratio and whether there was one, [recent]
         self._falls = PerDevice(self._no_falls)

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree, number
 from specengine.policies import TreePolicy, require_minimum
 
 
@@ -30,6 +27,4 @@ class Chain(TreePolicy):
         return self.length
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        return step.add_best_children(tree, frontier, 1).where(
-            ops.number(tree.passes) < self.length
-        )
+        return step.add_best_children(tree, frontier, 1).where(number(tree.passes) < self.length)

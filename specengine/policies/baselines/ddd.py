@@ -4,11 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import require
+from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
+from specengine.policies import require_each
 from specengine.policies._beam import Beam
 
 
@@ -32,20 +29,22 @@ class Ddd(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
+        require_each(
             "ddd",
-            "checks",
-            self.checks,
-            "expansions of 0 or more",
-            all(check >= 0 for check in self.checks),
+            (
+                "checks",
+                self.checks,
+                "expansions of 0 or more",
+                all(check >= 0 for check in self.checks),
+            ),
+            ("threshold", self.threshold, "a number", not math.isnan(self.threshold)),
         )
-        require("ddd", "threshold", self.threshold, "a number", not math.isnan(self.threshold))
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        passes = ops.number(tree.passes)
+        passes = number(tree.passes)
         checks: Flag = sum(passes == check + 1 for check in self.checks) > 0
         return (
             checks
             if is_down(checks)
-            else checks & (ops.doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
+            else checks & (doubled(tree.scores(beam)).logsumexp(0) < self.threshold)
         )

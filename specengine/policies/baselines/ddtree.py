@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Flag, Nodes, Step, TokenTree
 from specengine.policies import TreePolicy, require_minimum
 
 MAX_BEAM = 64  # nodes whose distributions, each of the vocabulary, are read at once

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Flag, Nodes, Step, TokenTree, classify_row, held, number, row_of
 from specengine.policies import _classifier, require
 from specengine.policies._beam import Beam
 
@@ -34,8 +31,8 @@ class Disco(Beam):
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = beam.ids.index_select(0, tree.scores(beam).argmax(0, keepdim=True))
         row = (frontier.ids == tree.parents.index_select(0, best)).int().argmax(0, keepdim=True)
-        logits = ops.row_of(step.logits, row)
+        logits = row_of(step.logits, row)
         parts, facts = self._learned.parts[logits.device], self._learned.facts
-        depth = ops.held(ops.number(tree.passes) + (facts["depth_base"] - 1)).to(logits.device)
-        sure = ops.classify_row(logits, facts["top"], depth, parts, step.normalized)
-        return ops.number(sure.to(tree.device)) < self.threshold
+        depth = held(number(tree.passes) + (facts["depth_base"] - 1)).to(logits.device)
+        sure = classify_row(logits, facts["top"], depth, parts, step.normalized)
+        return number(sure.to(tree.device)) < self.threshold

@@ -4,10 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
+from specengine.ops import Nodes, Step, TokenTree, is_down, number
 from specengine.policies import require
 from specengine.policies.baselines.chain import Chain
 
@@ -38,11 +35,9 @@ class DyMax(Chain):
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         log_probs, tokens = step.best_children(1)
-        passes, edge = ops.number(tree.passes), ops.number(log_probs[0])
+        passes, edge = number(tree.passes), number(log_probs[0])
         above = (
-            ops.number(tree.path_log_probs.index_select(0, frontier.ids))
-            if self.judges_path
-            else 0.0
+            number(tree.path_log_probs.index_select(0, frontier.ids)) if self.judges_path else 0.0
         )
         # logarithms are compared, as a probability's rounding would differ between devices
         sure = above + edge >= (math.log(self.threshold) if self.threshold else -math.inf)

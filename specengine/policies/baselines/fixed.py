@@ -6,10 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree, at_most, number
 from specengine.policies import PerDevice, TreePolicy, require
 
 
@@ -52,8 +49,8 @@ class Fixed(TreePolicy):
         return [math.prod(self.branching[:depth]) for depth in range(len(self.branching) + 1)]
 
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
-        passes = ops.number(tree.passes)
-        level = ops.at_most(passes - 1, self.passes - 1)
+        passes = number(tree.passes)
+        level = at_most(passes - 1, self.passes - 1)
         if not isinstance(level, Tensor):
             nodes = step.add_best_children(tree, frontier, self.branching[int(level)])
             return nodes.where(passes < self.passes)

@@ -1,19 +1,14 @@
 """Gammatune: the EAGLE beam, as deep as recent answers were accepted."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, require
+from specengine.ops import Flag, Nodes, Step, TokenTree, number
+from specengine.policies import PerDevice, require_each
 from specengine.policies._beam import Beam
-
-if TYPE_CHECKING:
-    from specengine.records import Outcome
+from specengine.records import Outcome
 
 
 @dataclass
@@ -40,14 +35,11 @@ class Gammatune(Beam):
     def __post_init__(self) -> None:
         super().__post_init__()
         most = self.expansions + 1
-        require(
+        require_each(
             "gammatune",
-            "height",
-            self.height,
-            f"1 to expansions + 1 = {most}",
-            1 <= self.height <= most,
+            ("height", self.height, f"1 to expansions + 1 = {most}", 1 <= self.height <= most),
+            ("rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1),
         )
-        require("gammatune", "rate", self.rate, "above 0, up to 1", 0 < self.rate <= 1)
         self._mean, self._height = float(self.height), self.height
         # int32 [1]: `_height`, as the rule reads it
         self._heights = PerDevice(
@@ -55,9 +47,9 @@ class Gammatune(Beam):
         )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
-        return ops.number(tree.passes) >= ops.number(self._heights[tree.device])
+        return number(tree.passes) >= number(self._heights[tree.device])
 
-    def learn(self, outcome: "Outcome") -> None:
+    def learn(self, outcome: Outcome) -> None:
         cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not height:

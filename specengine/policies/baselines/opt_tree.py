@@ -6,11 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from specengine import ops
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, TreePolicy, require
+from specengine.ops import Nodes, Step, TokenTree, doubled, number, precision, select_best, where
+from specengine.policies import PerDevice, TreePolicy, require, require_minimum
 
 
 @dataclass
@@ -41,17 +38,11 @@ class OptTree(TreePolicy):
     }
 
     def __post_init__(self) -> None:
-        require("opt_tree", "nodes", self.nodes, "1 or more", self.nodes >= 1)
-        require(
-            "opt_tree", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf
-        )
-        least = 2 if self.lag else 1
-        require(
-            "opt_tree", "max_depth", self.max_depth, f"{least} or more", self.max_depth >= least
-        )
+        require_minimum("opt_tree", self, nodes=1, threshold=0, max_depth=2 if self.lag else 1)
+        require("opt_tree", "threshold", self.threshold, "0 or more", self.threshold < math.inf)
         # float64 [1]: expected tokens of the tree so far
         self._value = PerDevice(
-            lambda device: torch.zeros(1, dtype=ops.precision(torch.device(device)), device=device)
+            lambda device: torch.zeros(1, dtype=precision(torch.device(device)), device=device)
         )
 
     @property
@@ -73,12 +64,10 @@ class OptTree(TreePolicy):
     def grow(self, tree: TokenTree, frontier: Nodes, step: Step) -> Nodes:
         value = self._value[tree.device]
         layer = tree.add(*step.children(frontier, step.candidates(tree, frontier, self.nodes)))
-        passes = ops.number(tree.passes)
+        passes = number(tree.passes)
         # summed path probabilities of the nodes that would be kept, the root excluded: float64 [1]
-        expected = ops.doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)
-        gain = ops.number(expected) - ops.where(
-            passes == 1 + self.lag, -math.inf, ops.number(value)
-        )
+        expected = doubled(tree.scores(self.keep(tree))[1:]).exp().sum(0, keepdim=True)
+        gain = number(expected) - where(passes == 1 + self.lag, -math.inf, number(value))
         value.copy_(expected)
         return layer.where(
             (passes < self.max_depth) & ((passes <= self.lag) | (gain > self.threshold))
@@ -88,4 +77,4 @@ class OptTree(TreePolicy):
         scores = tree.path_log_probs
         if self.lag:  # the newest layer is left out; of one layer none can be
             scores = scores.masked_fill((tree.depths >= tree.passes) & (tree.depths > 1), -math.inf)
-        return ops.select_best(scores, tree.size, self.budget)
+        return select_best(scores, tree.size, self.budget)

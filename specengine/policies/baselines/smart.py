@@ -9,9 +9,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.costs import MEASURED, PassCosts
-from specengine.ops import Candidates, Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Candidates, Flag, Nodes, Step, TokenTree
 from specengine.policies import require, require_minimum
 from specengine.policies.baselines._priced import Priced
 

@@ -6,11 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import PerDevice, _classifier, require, require_input
+from specengine.errors import require_input
+from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
+from specengine.policies import PerDevice, _classifier, require_each
 from specengine.policies._beam import Beam
 
 
@@ -40,13 +38,15 @@ class Specdecpp(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("specdecpp", "threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1)
-        require(
+        require_each(
             "specdecpp",
-            "minimum",
-            self.minimum,
-            f"0 to expansions = {self.expansions}",
-            0 <= self.minimum <= self.expansions,
+            ("threshold", self.threshold, "0 to 1", 0 <= self.threshold <= 1),
+            (
+                "minimum",
+                self.minimum,
+                f"0 to expansions = {self.expansions}",
+                0 <= self.minimum <= self.expansions,
+            ),
         )
         self._learned = _classifier.load("specdecpp", self.classifier)
         # by node, and a spare one: product of acceptances from the root
@@ -69,7 +69,7 @@ class Specdecpp(Beam):
         states = states.to(tree.device)
         reach_probabilities = self._reached[tree.device]
         reach_probabilities[:1].fill_(1.0)  # the root is certain
-        passes = ops.number(tree.passes)
+        passes = number(tree.passes)
         below = passes > 1
         if is_down(below):
             return below
@@ -80,5 +80,5 @@ class Specdecpp(Beam):
         if isinstance(below, Tensor):
             reached = reached.masked_fill(~below, 1.0)
         reach_probabilities.index_copy_(0, frontier.masked(frontier.ids, self.capacity), reached)
-        doubt = ops.doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
+        doubt = doubled(1 - frontier.masked(reached, 0.0).amax(0, keepdim=True))
         return below & (passes > self.minimum) & (doubt > self.threshold)

@@ -3,11 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from specengine import ops
-from specengine.ops import Flag, Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
-from specengine.policies import require
+from specengine.ops import Flag, Nodes, Step, TokenTree, doubled
+from specengine.policies import require_each
 from specengine.policies._beam import Beam
 
 
@@ -25,11 +22,14 @@ class Svip(Beam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("svip", "factor", self.factor, "above 0", 0 < self.factor < math.inf)
-        require("svip", "threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf)
+        require_each(
+            "svip",
+            ("factor", self.factor, "above 0", 0 < self.factor < math.inf),
+            ("threshold", self.threshold, "0 or more", 0 <= self.threshold < math.inf),
+        )
 
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         best = tree.scores(frontier).argmax(0, keepdim=True)
         return (
-            self.factor * ops.doubled(step.row(best).entropy()).clamp(min=0.0)
+            self.factor * doubled(step.row(best).entropy()).clamp(min=0.0)
         ).sqrt() > self.threshold
