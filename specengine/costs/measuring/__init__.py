@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -408,9 +407,8 @@ class SyntheticCycles:
         self._prompt: list[int] = []
         self.root = self._tokens(1)[0]
         self._branching = 1 if target.paths else min(CHILDREN, target.vocab_size)
-        # trees are created once, because captures read them
-        self._verified = cache(self._tree_of)
-        self._drafted = cache(self._star_of)
+        self._verified: dict[int, TokenTree] = {}  # created once, because captures read them
+        self._drafted: dict[int, tuple[TokenTree, Nodes]] = {}
         self.end()  # clear the caches of an earlier generation
         target.want(() if drafter is None else drafter.traits.features)
         tokens = max_context + DRIFT + 2 * MAX_PATH
@@ -440,7 +438,9 @@ class SyntheticCycles:
             len(self._prompt) + DRIFT, self.target.max_context
         ):
             self._rewind()
-        tree = self._verified(nodes)
+        if nodes not in self._verified:
+            self._verified[nodes] = self._tree_of(nodes)
+        tree = self._verified[nodes]
         root, step = self._draft(width)
         verify, features = self._timed(lambda: self._verify(tree))
         commit, _ = self._timed(lambda: self._commit(tree, features))
@@ -469,7 +469,9 @@ class SyntheticCycles:
         drafter: Any = self.drafter
         if drafter is None:
             return 0.0, 0.0
-        tree, frontier = self._drafted(min(width, self.target.vocab_size))
+        if width not in self._drafted:
+            self._drafted[width] = self._star_of(min(width, self.target.vocab_size))
+        tree, frontier = self._drafted[width]
 
         return self._timed(lambda: drafter.root(tree))[0], self._timed(
             lambda: drafter.step(tree, frontier)
@@ -539,7 +541,9 @@ class SyntheticCycles:
         return time.perf_counter() - began, result
 
     def _wait(self) -> None:
-        if self.target.device.type != "cpu":
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        elif self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
 
 
