@@ -474,8 +474,12 @@ class Declaration:
 def option(reader: Reader | None = None, **declared: Any) -> Any:
     """Return the dataclass field of one option; the arguments are those of Declaration."""
     declaration = Declaration(reader, **declared)
-    kind: Any = "default_factory" if declaration.default is dict else "default"
-    return dataclasses.field(**{kind: declaration.default}, metadata={KEY: declaration})
+    metadata = {KEY: declaration}
+    return (
+        dataclasses.field(default_factory=dict, metadata=metadata)
+        if declaration.default is dict
+        else dataclasses.field(default=declaration.default, metadata=metadata)
+    )
 
 
 def declared_in(options: Any) -> dict[str, Declaration]:

@@ -45,7 +45,9 @@ class GGUFSource(Source):
         return (
             f"{self.name}: {count} matrices stored in {' and '.join(rounded_kinds).upper()} are rounded to bfloat16; "
             "dtype='float32' keeps their numbers"
-        ) * bool(rounded_kinds)
+            if rounded_kinds
+            else ""
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         names = {stored[0]: name for name, stored in self._stored.items()}

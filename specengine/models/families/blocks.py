@@ -219,7 +219,9 @@ class Latent(Attention):
         return (
             f"latents of {self.rank} channels for heads of {self.plain} + {self.turned} and {self.value}, known are "
             "multiples of 32 for heads of even sizes"
-        ) * bool(self.rank % 32 or any(size % 2 for size in sizes))
+            if self.rank % 32 or any(size % 2 for size in sizes)
+            else ""
+        )
 
     def turnable(self, head_dim: int) -> int:
         return self.turned
@@ -349,7 +351,9 @@ class GatedDelta(Mixer):
         return (
             f"{self.key_heads} and {self.heads} heads of {self.key_size} and {self.value_size} channels in its states, "
             "known are multiples of the former, and of 16"
-        ) * bool(self.key_size % 16 or self.value_size % 16 or self.heads % self.key_heads)
+            if self.key_size % 16 or self.value_size % 16 or self.heads % self.key_heads
+            else ""
+        )
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         values = self.heads * self.value_size
