@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from bench.short_models import first_layers
-from specengine import Engine, policies
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models, policies
 from specengine.benchmark.choice import Comparison
 from specengine.benchmark.measuring import Run
 from specengine.benchmark.records import Log, Record

@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import provenance, report, workloads
 from bench.arguments import add_arguments
-from specengine import Engine, ops, policies
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models, ops, policies
 from specengine.benchmark.measuring import Run, tokens_of
 from specengine.benchmark.records import Record
 from specengine.benchmark.summaries import ALL, summaries

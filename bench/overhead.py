@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from bench.short_models import first_layers
-from specengine import Engine
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models
 from specengine.benchmark.ways import EngineDecoder, Generate, WayDecoder
 
 GREEDY = {"temperature": 0.0}

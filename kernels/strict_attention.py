@@ -12,8 +12,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from specengine_kernels.tree_attention import LOG2_E, MERGED_ROWS, Tiles, _absorb, check_caches
-from specengine_kernels.tree_attention import reference as attention_by_words
+from specengine_kernels.tree_attention import (
+    LOG2_E,
+    MERGED_ROWS,
+    Tiles,
+    _absorb,
+    check_caches,
+    reference as attention_by_words,
+)
 from torch import Tensor
 
 SPAN = 512  # positions whose sums one program makes

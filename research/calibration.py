@@ -23,8 +23,7 @@ from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research.losses import PLACES, TREES, sibling_ranks, taught
 from research.ranks import RANKS, by_rank, calibration_error
-from specengine import Engine
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models
 from specengine.records import Cycle
 from specengine.train.draft.options import TrainOptions
 from specengine.train.draft.training import Epochs

@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from bench.costs_record import costs_record
-from specengine import Engine
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models
 from specengine.benchmark.workloads import Workload
 from specengine.checkpoints.eagle import load_head
 from specengine.costs import PassCosts, Points, measuring

@@ -27,8 +27,7 @@ from bench.arguments import add_arguments
 from research import bootstrap
 from research.head_shapes import with_head
 from research.losses import acceptance_length, by_rank, cpu_seconds, observations, taught, timed
-from specengine import Engine, policies
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models, policies
 from specengine.train.draft.options import TrainOptions
 from specengine.train.draft.training import LOG, Epochs
 from specengine.train.text.corpus import Corpus

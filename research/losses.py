@@ -35,8 +35,7 @@ from bench.arguments import add_arguments
 from research import bootstrap
 from research.ranks import Observed, RankReport, observe, reports
 from research.trees import KeptTrees, TreeFolder, folder_for, keep_trees
-from specengine import Engine
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models
 from specengine.checkpoints.eagle import load_head
 from specengine.files import atomic
 from specengine.models.eagle import EagleHead, head_from

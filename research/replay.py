@@ -32,8 +32,7 @@ from transformers import AutoModelForCausalLM
 from bench import provenance, workloads
 from bench.arguments import add_arguments
 from research.drafting import draft_tree
-from specengine import Engine, policies
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models, policies
 from specengine.benchmark.ways import parse
 from specengine.costs import PUBLISHED, PassCosts, find_costs
 from specengine.cycle import walk

@@ -11,8 +11,7 @@ import torch
 from gguf import GGUFReader
 from torch import nn
 
-from specengine import Engine
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models
 from specengine.checkpoints import embedded
 from specengine.errors import SpecEngineError
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from docs.build.results import SETS, code, records, table
 from specengine.benchmark.records import NOTHING, number
-from specengine.benchmark.summaries import ALL
-from specengine.benchmark.summaries import summaries as summarized
+from specengine.benchmark.summaries import ALL, summaries as summarized
 
 ENGINES = {"llama.cpp": "llama.cpp", "openvino": "OpenVINO GenAI"}
 MODES = {"": "", "prompt-lookup": ", prompt lookup", "draft": ", the 0.5B as its draft"}

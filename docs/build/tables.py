@@ -9,8 +9,7 @@ from typing import NamedTuple
 from docs.build.real import real
 from docs.build.results import code, records, summaries, table
 from specengine.benchmark.records import NOTHING, Record, number
-from specengine.benchmark.summaries import ALL
-from specengine.benchmark.summaries import summaries as summarized
+from specengine.benchmark.summaries import ALL, summaries as summarized
 
 WAYS = {  # as bench.cpu calls them
     "generate": "transformers' `generate`",

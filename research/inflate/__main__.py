@@ -17,8 +17,7 @@ from bench.arguments import add_arguments
 from research.inflate import Inflated, inflate
 from research.inflate.shape import Shape, parse_shape
 from specengine import checkpoints as models
-from specengine.checkpoints import eagle as checkpoints
-from specengine.checkpoints import embedded
+from specengine.checkpoints import eagle as checkpoints, embedded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,8 +20,7 @@ from research.ltd.curve import plot
 from research.ltd.outcomes import Outcomes
 from research.ltd.train import say
 from research.ltd.training import PAIR, read_log
-from specengine import Engine
-from specengine import checkpoints as models
+from specengine import Engine, checkpoints as models
 from specengine.costs import find_costs
 from specengine.errors import InputError
 from specengine.policies import _ltd

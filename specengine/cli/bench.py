@@ -12,8 +12,7 @@ from specengine.benchmark.records import Log, Record, provenance, public, read
 from specengine.benchmark.report import draw_speeds, source, tables
 from specengine.benchmark.summaries import ALL
 from specengine.benchmark.ways import GENERATE, EngineDecoder, Engines, Way, baseline
-from specengine.benchmark.workloads import Workload, digest
-from specengine.benchmark.workloads import read as read_prompts
+from specengine.benchmark.workloads import Workload, digest, read as read_prompts
 from specengine.cli import given
 from specengine.cli.commands import DEFAULT_WAYS, PLAIN
 from specengine.cli.terminal import say

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 import specengine
-from specengine import checkpoints as models
-from specengine import drafters, ops, policies, registry
+from specengine import checkpoints as models, drafters, ops, policies, registry
 from specengine.checkpoints.eagle import Convention, head_folder, listed, one_step_agreement
 from specengine.cli import given
 from specengine.cli.terminal import as_json, say

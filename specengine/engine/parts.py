@@ -34,8 +34,7 @@ from specengine.errors import (
     restating,
     shown,
 )
-from specengine.models import Target, common_prefix
-from specengine.models import free_memory as free_memory
+from specengine.models import Target, common_prefix, free_memory as free_memory
 from specengine.models.kv_cache import LANES, CachedTarget, LaneTarget
 from specengine.models.native import PREFILL_ROWS, NativeTarget
 from specengine.models.native.weights import progress_bar

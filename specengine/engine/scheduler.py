@@ -19,8 +19,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.cycle import Lane, run_eager
-from specengine.cycle import result_of as result_of
+from specengine.cycle import Lane, result_of as result_of, run_eager
 from specengine.models import SharedRows
 from specengine.models.kv_cache import CachedTarget
 from specengine.ops.cuda_graphs import sharing

@@ -17,8 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError, require_supported
 from specengine.models import families
-from specengine.models.families import Family, Shape, config_at, scaled_context
-from specengine.models.families import stated as stated
+from specengine.models.families import Family, Shape, config_at, scaled_context, stated as stated
 
 # Frequencies do not change with the length; for longrope, up to its original context.
 STEADY_ROPES = "default", "linear", "llama3", "yarn"  # frequencies do not change with the length

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 

@@ -23,8 +23,7 @@ from specengine.ops._meanings import WORD_BITS
 from specengine.ops._registry import by_meaning
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates, Drafted, top_children
-from specengine.ops.tree import Arrays, Counters, Nodes
-from specengine.ops.tree import extract as extract_op
+from specengine.ops.tree import Arrays, Counters, Nodes, extract as extract_op
 from specengine.ops.worth import MEMORY, PLACES, Limits, SearchState, Source
 
 

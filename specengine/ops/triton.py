@@ -18,15 +18,15 @@ from specengine_kernels import (
     entropy,
     frontier,
     kv_compaction,
+    packed_linear as linear_kernel,
+    rms_norm as norm_kernel,
+    rope_store as rope_kernel,
+    silu_mul as silu_kernel,
+    strict_attention as strict_kernel,
+    top_children as children_kernel,
+    tree_attention as attention_kernel,
     verification,
 )
-from specengine_kernels import packed_linear as linear_kernel
-from specengine_kernels import rms_norm as norm_kernel
-from specengine_kernels import rope_store as rope_kernel
-from specengine_kernels import silu_mul as silu_kernel
-from specengine_kernels import strict_attention as strict_kernel
-from specengine_kernels import top_children as children_kernel
-from specengine_kernels import tree_attention as attention_kernel
 from torch import Tensor
 from torch.nn.functional import pad
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import plots, provenance, report, tree_construction
-from bench import policies as bench_policies
+from bench import plots, policies as bench_policies, provenance, report, tree_construction
 from bench.tree_construction import Case, Layer, layer_of
 from docs.build.results import RESULTS
 from specengine import policies

@@ -12,8 +12,7 @@ import pytest
 from torch import Tensor
 
 from bench import random_gguf
-from bench.cpu import answers, forwards, goals
-from bench.cpu import rows as cpu_rows
+from bench.cpu import answers, forwards, goals, rows as cpu_rows
 from bench.cpu.__main__ import main
 from bench.cpu.ways import KINDS, Given, Unavailable
 from specengine import Engine

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cycles as bench
-from bench import report
+from bench import cycles as bench, report
 from research.inflate.shape import SHAPES
 from specengine import Engine, policies
 from specengine.drafters.eagle import EagleDraft

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import graphs as bench
-from bench import report
+from bench import graphs as bench, report
 from specengine import Engine, policies
 from specengine.benchmark.summaries import Answer
 from specengine.benchmark.ways import EngineDecoder

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.real import __main__ as real
-from bench.real import contexts, files
+from bench.real import __main__ as real, contexts, files
 from specengine.benchmark.choice import Comparison, sampling
 from specengine.benchmark.workloads import read
 from specengine.checkpoints.embedded import PinnedFile

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from specengine import drafters, policies, registry
-from specengine.cli import main
-from specengine.cli import parser as shared
+from specengine.cli import main, parser as shared
 from specengine.cli.commands import COMMANDS, make_parser
 from specengine.cli.train_arguments import as_typed
 from specengine.errors import declared_in

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from specengine.cli import main
-from specengine.cli import train as command
+from specengine.cli import main, train as command
 from specengine.train.draft.options import RECIPES
 from specengine.train.text.corpus import Corpus
 from tests.toy import byte_tokenizer, tiny

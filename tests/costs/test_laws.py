@@ -7,8 +7,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from specengine.costs.laws import INITIAL_ALLOWANCE, Corrections, fault, knots, lawful
 from tests.policies.simulated import QUIET, SEEN

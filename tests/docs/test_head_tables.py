@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.build import head_tables
-from docs.build import results as result_files
+from docs.build import head_tables, results as result_files
 
 FILE = "losses.jsonl"
 ERRORS = {"calibration": 0.141, "standard_calibration": 0.052}

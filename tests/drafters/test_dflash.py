@@ -38,14 +38,12 @@ from specengine.errors import CheckpointError, InputError, UnsupportedModelError
 from specengine.models.dflash import DflashConfig, DflashHead
 from specengine.models.eagle import head_from
 from specengine.models.huggingface import HuggingFaceTarget
-from specengine.models.native import NativeDflashHead, NativeTarget, from_model
-from specengine.models.native import lm as native_lm
+from specengine.models.native import NativeDflashHead, NativeTarget, from_model, lm as native_lm
 from specengine.ops import Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
-from tests.heads import BLOCK, LAYERS, LLAMA3, MASK, deep
-from tests.heads import block_config as config_of
+from tests.heads import BLOCK, LAYERS, LLAMA3, MASK, block_config as config_of, deep
 from tests.toy import (
     POLICIES,
     VOCABULARY,

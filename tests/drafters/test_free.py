@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from specengine.drafters import Drafter, Hints, Traits
 from specengine.drafters.lookup import PRIOR_HITS, Lookup, backend

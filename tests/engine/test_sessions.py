@@ -1,8 +1,7 @@
 """Sessions that reuse their caches, streams whose pieces add up, and stop strings."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specengine.errors import InputError
 from specengine.request.text import TextStream

@@ -19,8 +19,7 @@ from specengine.engine.captured import PARTS_NOTE, CapturedDriver
 from specengine.errors import UnsupportedModelError
 from specengine.models import attention, eagle, kv_cache
 from specengine.models.huggingface import CausalLM
-from specengine.ops import _registry
-from specengine.ops import cuda_graphs as graphs
+from specengine.ops import _registry, cuda_graphs as graphs
 from specengine.ops.cuda_graphs import Graphs
 from tests import toy
 from tests.graphs import pretended

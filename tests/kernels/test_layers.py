@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
 
 from tests.examples import examples
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
-from specengine_kernels import rms_norm as norm_kernel
-from specengine_kernels import silu_mul as silu_kernel
+from specengine_kernels import rms_norm as norm_kernel, silu_mul as silu_kernel
 from specengine_kernels.rms_norm import add_rms_norm, gather_norms
 from specengine_kernels.silu_mul import silu_mul
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from tests.examples import examples

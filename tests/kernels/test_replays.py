@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[kernels]'")
 from specengine_kernels import tree_attention
 
-from specengine.ops import _registry
-from specengine.ops import cuda_graphs as graphs
+from specengine.ops import _registry, cuda_graphs as graphs
 from tests.cuda import host
 from tests.graphs.replays import DRAFTS, POLICIES, Way, check
 

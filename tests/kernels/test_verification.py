@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from tests.examples import examples
@@ -19,8 +18,7 @@ import triton.language as tl
 from specengine_kernels import verification as kernel
 from transformers.generation import TemperatureLogitsWarper
 
-from specengine import cycle as verification
-from specengine import ops
+from specengine import cycle as verification, ops
 from specengine.request.sampling import History, Sampler
 from tests import toy
 from tests.kernels.sizes import sizes

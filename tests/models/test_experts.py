@@ -23,8 +23,13 @@ from specengine.models.families.mixtral import FAMILY
 from specengine.models.native import NativeLM, NativeTarget, RowBatch, from_model
 from specengine.ops.tree import TokenTree
 from tests.checkpoints import gguf_files
-from tests.models.native_engines import INSTRUCTION_SETS, forced, needs_extension, plainly
-from tests.models.native_engines import native_lm as lm_on
+from tests.models.native_engines import (
+    INSTRUCTION_SETS,
+    forced,
+    native_lm as lm_on,
+    needs_extension,
+    plainly,
+)
 from tests.models.native_variants import PROMPT, VARIANTS, native_logits, own_logits, tree_of
 from tests.toy import VOCABULARY, random_tree, tiny
 

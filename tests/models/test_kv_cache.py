@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from specengine.models.kv_cache import GRANULE, CacheLayout, KVCache

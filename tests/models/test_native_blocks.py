@@ -17,8 +17,13 @@ from specengine.errors import UnsupportedModelError
 from specengine.models.extension import WITH_PAIRS, instruction_sets
 from specengine.models.native import NativeLM, NativeTarget, from_model, weights
 from specengine.ops.tree import TokenTree
-from tests.models.native_engines import INSTRUCTION_SETS, OTHERS, needs_extension, plainly
-from tests.models.native_engines import native_lm as lm_on
+from tests.models.native_engines import (
+    INSTRUCTION_SETS,
+    OTHERS,
+    native_lm as lm_on,
+    needs_extension,
+    plainly,
+)
 from tests.models.native_variants import GEMMA4_EXPERTS, native_logits
 from tests.toy import VOCABULARY, policy_for, random_tree, tiny
 

@@ -17,8 +17,7 @@ from specengine.drafters.eagle import EagleDraft
 from specengine.models import Successors, eagle
 from specengine.models.eagle import EagleConfig, head_from
 from specengine.models.extension import WITH_PAIRS
-from specengine.models.native import NativeHead, NativeTarget
-from specengine.models.native import lm as native_lm_module
+from specengine.models.native import NativeHead, NativeTarget, lm as native_lm_module
 from tests.engine.engines import DependsOnThePath, InPlace
 from tests.models.native_engines import (
     DRAFTS,

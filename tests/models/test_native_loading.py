@@ -17,8 +17,7 @@ from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import extension
 from specengine.models.extension import NOT_BUILT, VARIABLE
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
-from specengine.models.native import NativeLM, NativeTarget, from_model
-from specengine.models.native import lm as native_lm_module
+from specengine.models.native import NativeLM, NativeTarget, from_model, lm as native_lm_module
 from tests.heads import deep
 from tests.models.native_engines import FAMILIES, INSTRUCTION_SETS, needs_extension, plainly
 from tests.models.native_variants import PROMPT, write_gguf

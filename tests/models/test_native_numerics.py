@@ -20,8 +20,13 @@ from specengine.errors import BackendError, InputError, UnsupportedModelError
 from specengine.models import extension
 from specengine.models.extension import VARIABLE, instruction_set, kinds_of
 from specengine.models.families import Shape
-from specengine.models.native import NativeHead, NativeLM, NativeTarget, weights
-from specengine.models.native import lm as native_lm_module
+from specengine.models.native import (
+    NativeHead,
+    NativeLM,
+    NativeTarget,
+    lm as native_lm_module,
+    weights,
+)
 from specengine.models.native.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import forced, native_lm, needs_extension

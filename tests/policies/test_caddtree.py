@@ -5,8 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specengine import policies
 from specengine.costs import PassCosts, interpolated

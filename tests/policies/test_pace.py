@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specengine import Engine
 from specengine.costs import PassCosts

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("llguidance")
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from jsonschema.validators import validator_for
 
 from specengine import Engine

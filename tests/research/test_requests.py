@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from research import requests as module
 from research.requests import MAX_PASSAGE, MIN_PASSAGE, main, requests

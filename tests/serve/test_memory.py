@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from specengine.serve import app as app_module
-from specengine.serve import models as memory
+from specengine.serve import app as app_module, models as memory
 from tests.serve.served import served
 
 needs_glibc = pytest.mark.skipif(memory._glibc() is None, reason="needs glibc")

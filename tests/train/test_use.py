@@ -15,8 +15,7 @@ import torch
 from specengine.checkpoints import learnt as folders
 from specengine.checkpoints.eagle import Checkpoint, load_head, save_head
 from specengine.checkpoints.learnt import Learnt, digest
-from specengine.cli import learn as command
-from specengine.cli import main
+from specengine.cli import learn as command, main
 from specengine.engine import Engine, Pool
 from specengine.errors import CheckpointError, InputError
 from specengine.models.eagle import head_from

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from specengine.costs import PassCosts, Points, interpolated
-from specengine.costs import busy as busy
+from specengine.costs import PassCosts, Points, busy as busy, interpolated
 from specengine.costs.laws import lawful
 from specengine.drafters import Drafter, reserve
 from specengine.errors import require

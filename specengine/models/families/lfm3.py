@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from specengine.models.families import Attention, Family, Fields, Layer, Name, ShortConvolution
-from specengine.models.families.lfm2 import ATTENTION as LFM2
-from specengine.models.families.lfm2 import CONVOLUTION
+from specengine.models.families.lfm2 import ATTENTION as LFM2, CONVOLUTION
 
 ATTENTION = replace(
     LFM2,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from specengine.models.families import Family
-from specengine.models.families.olmo2 import FAMILY as FULL
-from specengine.models.families.olmo2 import LAYER
+from specengine.models.families.olmo2 import FAMILY as FULL, LAYER
 
 FAMILY = Family(layer=replace(LAYER, attention=replace(FULL.attention, windows="by type")))
