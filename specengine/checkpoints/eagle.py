@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from specengine.checkpoints import gguf, layouts
 from specengine.checkpoints.checks import why_absent, wrapped
@@ -28,7 +28,7 @@ from specengine.errors import (
     shown,
     why_not_loaded,
 )
-from specengine.files import atomic, read_object, write_whole
+from specengine.files import INDEX, WHOLE, atomic, read_object, write_whole
 from specengine.models.dflash import DflashConfig
 from specengine.models.eagle import (
     EagleConfig,
@@ -145,16 +145,18 @@ def head_folder(draft: str, *, offline: bool = False) -> Path | None:
         config, _ = PretrainedConfig.get_config_dict(draft, local_files_only=offline)
         if not layouts.is_head(config):
             return None
-        for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+        for name in ("config.json", WHOLE, INDEX, "pytorch_model.bin"):
             file = cached_file(
                 draft,
                 name,
                 local_files_only=offline,
                 _raise_exceptions_for_missing_entries=False,
             )
+            if file is not None and name == INDEX:
+                get_checkpoint_shard_files(draft, file, local_files_only=offline)
             if file is not None and name != "config.json":
                 return Path(file).parent
-    except OSError:
+    except (OSError, KeyError, ValueError):  # or a damaged index
         return None  # loading it as a model says why it cannot be had
     return None
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import hub
 
 from specengine import Engine, policies
 from specengine.checkpoints import eagle as checkpoints
@@ -241,3 +242,21 @@ def test_heads_on_the_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked == ["config.json", "model.safetensors"]
     assert checkpoints.head_folder("org/model") is None
     assert checkpoints.head_folder("org/absent") is None
+
+    whole = tmp_path / "model.safetensors"
+    tensors, shards = load_file(whole), dict[str, list[str]]()
+    for place, name in enumerate(tensors):
+        shards.setdefault(f"model-{place % 2}.safetensors", []).append(name)
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    whole.unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    asked.clear()
+    monkeypatch.setattr(hub, "cached_files", lambda _, names, **__: asked.extend(names))
+    assert checkpoints.head_folder("org/head") == tmp_path
+    assert asked == ["config.json", "model.safetensors", index.name, *sorted(shards)]
+    assert load_head(tmp_path).state.keys() == random_state(config).keys()
+    index.write_text("{}")
+    assert checkpoints.head_folder("org/head") is None
