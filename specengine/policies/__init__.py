@@ -3,16 +3,18 @@
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specengine import errors, registry
-from specengine.costs import PassCosts
 from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, require_or, shown
 from specengine.ops import Nodes, Step, TokenTree
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.costs import PassCosts
+    from specengine.records import Outcome
 
 
 class Plan(NamedTuple):
@@ -76,7 +78,7 @@ class TreePolicy:
         return DRAFT
 
     def begin(
-        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+        self, tokens: int, sampled: bool = False, costs: "Callable[[], PassCosts] | None" = None
     ) -> None:
         """Prepare for a generation.
 
@@ -100,7 +102,7 @@ class TreePolicy:
         """
         return Nodes(torch.arange(tree.capacity, device=tree.device, dtype=torch.int64), tree.size)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         """Learn from the target's choices in a grown tree. Called once per cycle.
 
         A captured driver calls it inside a graph if the policy has a state on the device, else on the host. With

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch import Tensor
 from specengine import ops
 from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
 from specengine.policies import PerDevice, TreePolicy, require_each, require_minimum
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 # where the history may move its settings; `low` stays as far below `high` as it stays above 0
 DEPTH_FLOOR, HIGH_RANGE, DEEP_RANGE, LOW_FLOOR = 2, (0.5, 0.95), (0.3, 0.8), 0.05
@@ -157,7 +159,7 @@ class DynaTree(TreePolicy):
         ids = nodes.ids.index_select(0, expanded.ids) if len(nodes.ids) else expanded.ids
         return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not self.history or not height:

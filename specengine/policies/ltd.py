@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from specengine import ops
-from specengine.costs import PassCosts
 from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
 from specengine.policies import PerDevice, _ltd, require, require_minimum_or_none
 from specengine.policies._beam import Beam
 from specengine.policies._ltd import FACTS, REPEATS, LtdShape, Networks
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.costs import PassCosts
+    from specengine.records import Outcome
 
 
 class Decisions(Protocol):
@@ -92,12 +94,12 @@ class Ltd(Beam):
         self.budget = min(sizes[-1], self.capacity)
 
     def begin(
-        self, tokens: int, sampled: bool = False, costs: Callable[[], PassCosts] | None = None
+        self, tokens: int, sampled: bool = False, costs: "Callable[[], PassCosts] | None" = None
     ) -> None:
         self._tokens = tokens
         self._tell()
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         self._tokens += len(cycle.tokens)
         self._tell()

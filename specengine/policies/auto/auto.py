@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from specengine.policies import PerDevice, Plan, TreePolicy, require_each, requi
 from specengine.policies.auto.costs import CostModel
 from specengine.policies.auto.pacing import Pace
 from specengine.policies.auto.search import DeviceSearch
-from specengine.records import Cycle, Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Cycle, Outcome
 
 PLAIN_REASON = "no draft promised more than it costs, or trees had not paid and rested"
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of draft passes that are compared

@@ -1,7 +1,7 @@
 """Seconds of passes at present: measured costs, corrected as cycles are timed."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ from torch import Tensor
 from specengine.costs import CostTable, PassCosts, SharedCosts
 from specengine.costs.laws import Corrections
 from specengine.policies.auto.experts import ExpertReads
-from specengine.records import Cycle, Seconds
+
+if TYPE_CHECKING:
+    from specengine.records import Cycle, Seconds
 
 CORRECTION = 0.05  # weight of a cycle of graphs against the costs
 
@@ -117,7 +119,7 @@ class CostModel:
 
     # ---- what cycles took
 
-    def observe(self, cycle: Cycle, lost: float, passes: int, drafted: int) -> float:
+    def observe(self, cycle: "Cycle", lost: float, passes: int, drafted: int) -> float:
         """Correct prices by a cycle's rows and draft passes; return the seconds that it lost against other cycles.
 
         lost: those by this text's clock; that of several texts, which wait for one another, goes by forwards. passes,
@@ -143,7 +145,7 @@ class CostModel:
             draft.observe(self.predicted.passes, width, seconds.draft + seconds.policy, passes)
         return lost
 
-    def observe_graphs(self, seconds: Seconds, passes: int) -> None:
+    def observe_graphs(self, seconds: "Seconds", passes: int) -> None:
         """Correct the costs of graphs: any tree takes as long to verify as any other, and any pass as any other."""
         verify, draft = self.predicted.verify[-1 if passes else 1], self.predicted.draft[-1]
         self.corrections.verify.observe_all(verify, seconds.verify + seconds.walk, CORRECTION)

@@ -1,7 +1,7 @@
 """Rules that read what passes cost: a module of policies, none itself."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ from specengine import ops
 from specengine.costs import ASSUMED, MEASURED, PassCosts, find_costs
 from specengine.ops.tree import TokenTree
 from specengine.policies import PerDevice, Plan, TreePolicy
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 REPRICED = 16  # cycles between looks at the costs: contexts grow, and other texts come and go
 READS, STAYS = Plan(reads_costs=True), Plan()
@@ -57,7 +59,7 @@ class Priced(TreePolicy):
         self._context, self._cycles = tokens, 0
         self._reprice()
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         if outcome.cycle is None:  # within a capture, where the context of the beginning holds
             return
         self._context += len(outcome.cycle.tokens)

@@ -1,14 +1,16 @@
 """Gammatune: the EAGLE beam, as deep as recent answers were accepted."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from specengine.ops import Flag, Nodes, Step, TokenTree, number
 from specengine.policies import PerDevice, require_each
 from specengine.policies._beam import Beam
-from specengine.records import Outcome
+
+if TYPE_CHECKING:
+    from specengine.records import Outcome
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Gammatune(Beam):
     def stops(self, tree: TokenTree, frontier: Nodes, step: Step, beam: Nodes) -> Flag:
         return number(tree.passes) >= number(self._heights[tree.device])
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: "Outcome") -> None:
         cycle: Any = outcome.cycle  # there, as it keeps no state on a device
         height = int(cycle.tree.depths.max())
         if not height:
