@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from specengine import errors, registry
-from specengine.errors import PolicyError, did_you_mean, kind_of, require_input, require_or, shown
+from specengine.errors import (
+    PolicyError,
+    did_you_mean,
+    kind_of,
+    require_input as require_input,
+    require_or,
+    shown,
+)
 from specengine.ops import Nodes, Step, TokenTree
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specengine.errors import require_input
 from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
-from specengine.policies import PerDevice, _classifier, require_each
+from specengine.policies import PerDevice, _classifier, require_each, require_input
 from specengine.policies._beam import Beam
 
 
