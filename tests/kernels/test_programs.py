@@ -119,8 +119,8 @@ RANDOM = {
     "rope_store._rope_store": 3,
     "rms_norm._add_rms_norm": 4,
     "silu_mul._silu_mul": 3,
-    "packed_linear._multiply": 12,
-    "packed_linear._add_splits": 2,
+    "packed_linear._multiply": 26,  # of seven kinds, whole and in splits, with a bias and without
+    "packed_linear._add_splits": 4,
 }
 
 
