@@ -55,7 +55,7 @@ class Dflash(EagleDraft):
         self._hidden = step.hidden if config.rank else None
         nodes, size = len(tree.parents) + 1, config.rank if config.recurrent else config.gru_size
         self._memory = rows.new_zeros(nodes, size, dtype=self.head.dtype)
-        self._ready = torch.arange(nodes, device=rows.device) == nodes - 1
+        self._ready = torch.arange(nodes, dtype=torch.int64, device=rows.device) == nodes - 1
         self._columns, self._ids = None, step.token_ids
         most = min(config.candidates or MAX_CORRECTED, rows.shape[1])
         if self._hidden is not None and (config.candidates or most < rows.shape[1]):

@@ -284,7 +284,7 @@ def _packed_linear(device: torch.device) -> list[tuple[Any, ...]]:
         QuantizedWeight(codes, scales[:, :1].contiguous()),
         QuantizedWeight(codes[:, :512].contiguous().view(torch.uint8), small, small.flip(1), units),
         QuantizedWeight(codes, scales.half()),
-        QuantizedWeight(codes.abs().view(torch.float8_e4m3fn), scales),
+        QuantizedWeight(codes.abs().clamp(max=56).view(torch.float8_e4m3fn), scales),
     )
     return [
         (_wave(device, rows - 3, 1024).bfloat16(), weight, _wave(device, 70).bfloat16())

@@ -16,7 +16,7 @@ from specengine_kernels import rope_store as kernel
 from specengine_kernels.rope_store import rope_store
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from specengine.models.eagle import Rope, _rotate
+from specengine.models.eagle import Rope, rotate
 from tests import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -181,8 +181,8 @@ def test_it_rotates_as_the_draft_heads_do() -> None:
     rows = [states.to(DEVICE) for states in (query, key, key)]
     out = rope_store(*rows, positions.to(DEVICE), *tables, cache[0], cache[1], *numbers)
     rotation = rope(positions, torch.float32)
-    torch.testing.assert_close(out.cpu(), _rotate(query.transpose(0, 1), rotation).transpose(0, 1))
-    torch.testing.assert_close(cache[0][:, 1:4].cpu(), _rotate(key.transpose(0, 1), rotation))
+    torch.testing.assert_close(out.cpu(), rotate(query.transpose(0, 1), rotation).transpose(0, 1))
+    torch.testing.assert_close(cache[0][:, 1:4].cpu(), rotate(key.transpose(0, 1), rotation))
 
 
 @pytest.mark.parametrize("kind", list(TOLERANCE))

@@ -26,7 +26,7 @@ from tests.checkpoints.quantized_folders import awq, gptq, written
 TOKENS = torch.tensor([[40, 41, 42, 43, 44, 40, 41]])
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", sorted(BLOCKS.keys() - {"f8_e4m3"}))  # which no file has
 def test_blocks_keep_their_numbers(kind: str) -> None:
     rows = torch.from_numpy(blocks(kind, 5, 768, 3))
     weight = quantized_blocks(kind, rows)

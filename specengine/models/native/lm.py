@@ -744,7 +744,9 @@ class NativeDflashHead(DflashHead):
             if name.startswith(("fc.", "hidden_norm.", "layers.", "norm."))
         }
         tensors |= {
-            f"layers.{number}.self_attn.v_norm.weight": torch.ones(config.head_dim)
+            f"layers.{number}.self_attn.v_norm.weight": torch.ones(
+                config.head_dim, dtype=torch.float32, device="cpu"
+            )
             for number in range(config.num_layers * config.gemma4)
         }
         weights = packed_head({f"model.{key}": tensor for key, tensor in tensors.items()}, target)
