@@ -112,14 +112,14 @@ def test_float8_stays_for_a_device(case: str, fits: bool, tmp_path: Path) -> Non
     (config, store), _ = CASES[case]
     meant = dict(written(tmp_path, config, store).named_parameters())
     model = open_native(str(tmp_path)).source.model(packed=True)
-    kept = {
+    packed = {
         name: QuantizedWeight(layer.codes, layer.scales)
         for name, layer in model.named_modules()
         if type(layer) is QuantizedLinear
     }
     # o_proj of Llama has 32 inputs here
-    assert len(kept) == (12 if fits else 0)
-    for name, weight in kept.items():
+    assert len(packed) == (12 if fits else 0)
+    for name, weight in packed.items():
         assert weight.codes.dtype is torch.float8_e4m3fn
         assert torch.equal(weight.numbers(), meant[f"{name}.weight"])
 
