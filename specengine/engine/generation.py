@@ -160,7 +160,6 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
             stats.notes.append(f"costs are provisional: {costs().doubt} while they were measured")
     if not request.reuse_cache and pool is None:  # a pool's caches are what its texts share
         engine.reset()
-    stats.num_prompt_tokens = len(request.prompt)
     stats.draft = drafter.name if drafter is not None else ""
     # processors and criteria read it there
     on_device = request.sampler.reads_history or bool(request.stopper.criteria)
@@ -181,6 +180,7 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
         target.cached(before), drafter.cached(before) if drafter is not None else len(before)
     )
     stats.num_cached_prompt_tokens = cached
+    stats.num_prompt_tokens = len(request.prompt)  # last: other threads tell both from then on
     features = (
         target.prefill(before, cached)
         if pool is None

@@ -14,7 +14,7 @@ import torch
 from specengine import policies
 from specengine.costs import PassCosts
 from specengine.engine import parts
-from specengine.models.native import lm
+from specengine.models.native import NativeTarget, lm
 from specengine.serve import answering
 from specengine.serve.models import ServedModel
 from specengine.trace import TraceWriter, read_trace
@@ -212,7 +212,16 @@ def progress(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @needs_extension
-def test_a_prompt_that_is_partly_cached_says_so(steps: Steps) -> None:
+def test_a_prompt_that_is_partly_cached_says_so(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = NativeTarget.cached
+
+    def slow(*arguments: Any) -> int:  # figures are read meanwhile
+        time.sleep(0.2)
+        return cached(*arguments)
+
+    monkeypatch.setattr(NativeTarget, "cached", slow)
     asked = {"prompt": LONG, "max_tokens": 4, "stream": True, "return_progress": True}
     with served(native_engine, parallel=2) as server:
         steps.allow(1000)
