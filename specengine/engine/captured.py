@@ -606,12 +606,11 @@ class CapturedLanes:
         self.weights_of, self._lanes = lanes[0].lm, lanes
         device = lanes[0].device
         self.graphs = Graphs(device)
-        shape = len(lanes), PADDED_ROWS
         self._tokens, self._depths = torch.zeros(
-            2, *shape, dtype=torch.int64, device=device
+            2, len(lanes), PADDED_ROWS, dtype=torch.int64, device=device
         ).unbind()
         self._words = ops.own_bits(PADDED_ROWS, device).repeat(len(lanes), 1, 1)
-        self._live = torch.ones(shape[0], 1, dtype=torch.int32, device=device)
+        self._live = torch.ones(len(lanes), 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._failed: list[int] = []  # addresses of the slabs with which a capture failed
         # addresses of all slabs, and the tables that say where they lie
@@ -653,7 +652,7 @@ class CapturedLanes:
                 rows.states = states[first:last].clone()
 
     def locate(self, width: int = 1) -> list[int]:
-        """Make room for so many rows of every lane; return where their slabs are, which `run` has to know."""
+        """Make room for `width` rows of every lane; return where their slabs are, which `run` has to know."""
         for lane in self._lanes:
             lane.cache.reserve(len(lane.tokens) + width)
         slabs = [lane.cache.slab for lane in self._lanes]
@@ -677,8 +676,11 @@ class CapturedLanes:
                 lane.cache.filled,
                 self._one if width == 1 else self._live[place],
             )
-            text = rows.tokens, rows.positions, lane.cache, rows
-            batch.append(ModuleRows(lane.lm, *text, features, rated=True))
+            batch.append(
+                ModuleRows(
+                    lane.lm, rows.tokens, rows.positions, lane.cache, rows, features, rated=True
+                )
+            )
         slabs = ops.Slabs.by_layer([rows.cache.slab for rows in batch], self._tables)
         return self.weights_of.run_lanes(batch, slabs if width == 1 else ())
 

@@ -840,7 +840,7 @@ TRIED = 16  # tokens
 
 
 def padded_width(rows: int) -> int:
-    """Return how many rows a tree of so many has in a graph of several texts."""
+    """Return how many rows a tree of this number has in a graph of several texts."""
     return rows if rows < 2 else max(MIN_TREE_ROWS, 1 << (rows - 1).bit_length())
 
 
