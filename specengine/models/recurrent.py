@@ -90,8 +90,7 @@ class RecurrentStates:
 
     def keep(self, length: Tensor, path: Tensor, count: Tensor) -> None:
         """Commit the first `count` rows of a path through the last tree, whose root is at `length`."""
-        size = min(len(path), len(self.path))
-        self.path[:size].copy_(path[:size])
+        self.path[: len(path)].copy_(path)
 
     def settle(self, filled: Tensor, rows: int = 0) -> None:
         """Move the states on to the end of the committed tokens, int32 [1]; then make room for trees of `rows`."""
@@ -128,7 +127,7 @@ class RecurrentStates:
             self._broken = False
 
     def _allocate(self, rows: int) -> None:
-        """Make room for trees of so many rows; those of the last one are lost."""
+        """Make room for trees of this number of rows; those of the last one are lost."""
         sizes, layers = self.sizes, len(self.sizes.layers)
         self.inputs = self.tails.new_zeros(layers, rows, sizes.channels)
         self.steps = Steps(
@@ -162,7 +161,7 @@ class RecurrentStates:
         delta: bool,
     ) -> Tensor:
         """Return what the states of a layer's rows give, float32 [n, heads, value size], by `ops.tree_recurrence`."""
-        steps = Steps(*(part[layer] for part in self.steps))
+        steps = Steps(*(each[layer] for each in self.steps))
         return ops.tree_recurrence(
             heads, scalars, self.states[layer], self.lineage, steps, self.scratch, delta
         )
@@ -182,8 +181,8 @@ def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor)
     """Run Qwen3-Next's and Qwen3.5's gated delta rule."""
     if hasattr(module, "in_proj_qkvz"):
         first, second = module.in_proj_qkvz(rows[None]), module.in_proj_ba(rows[None])
-        *parts, gate, b, a = module.fix_query_key_value_ordering(first, second)
-        inputs, b, a = torch.cat([part.flatten(2) for part in parts], -1)[0], b[0], a[0]
+        *mixed, gate, b, a = module.fix_query_key_value_ordering(first, second)
+        inputs, b, a = torch.cat([each.flatten(2) for each in mixed], -1)[0], b[0], a[0]
     else:
         names = ("qkv", "z", "b", "a")
         inputs, gate, b, a = (getattr(module, f"in_proj_{name}")(rows) for name in names)
@@ -191,7 +190,7 @@ def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor)
     mixed = states.convolve(layer, module.conv1d, inputs, silu=True).split(
         [module.key_dim, module.key_dim, module.value_dim], -1
     )
-    query, key = (_unit(part.view(count, -1, sizes.key_size)) for part in mixed[:2])
+    query, key = (_unit(each.view(count, -1, sizes.key_size)) for each in mixed[:2])
     value = mixed[2].view(count, -1, sizes.value_size).float()
     rates = -module.A_log.float().exp() * softplus(a.float() + module.dt_bias)
     heads = query * sizes.key_size**-0.5, key, value
@@ -218,7 +217,7 @@ def _mamba2(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> T
         [inner, shared, shared], -1
     )
     value = mixed[0].view(count, sizes.heads, sizes.value_size).float()
-    key, query = (part.view(count, sizes.key_heads, sizes.key_size).float() for part in mixed[1:])
+    key, query = (each.view(count, sizes.key_heads, sizes.key_size).float() for each in mixed[1:])
     rates = softplus(rates.float() + module.dt_bias.float())
     decays = (-module.A_log.float().exp() * rates).exp()
     outs = states.recur(layer, (query, key, value), (decays, rates), delta=False)
@@ -242,6 +241,14 @@ FORWARDS: dict[str, Callable[[Any, RecurrentStates, int, Tensor], Tensor]] = {
 }
 
 
+HEADS: dict[
+    Any, tuple[str, ...]
+] = {  # fields of modules: key heads, heads, and the sizes of a key and of a value
+    _gated_delta: ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    _mamba2: ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+}
+
+
 def _mixers(model: nn.Module) -> list[Any]:
     """Return the recurrent modules of known classes, those left out that were changed."""
     return [
@@ -255,30 +262,15 @@ def _mixers(model: nn.Module) -> list[Any]:
 
 def sizes_of(model: nn.Module) -> MixerSizes | None:
     """Return the sizes of the model's recurrent layers, if they are known and alike."""
-    mixers = _mixers(model)
-    sizes = {_sizes(module) for module in mixers}
+    sizes, mixers = set[MixerSizes](), _mixers(model)
     layers = tuple(module.layer_idx for module in mixers)
-    return sizes.pop()._replace(layers=layers) if len(sizes) == 1 else None
-
-
-def _sizes(module: Any) -> MixerSizes:
-    convolution = module.conv if hasattr(module, "conv") else module.conv1d
-    sizes = MixerSizes((), convolution.in_channels, convolution.kernel_size[0])
-    if hasattr(module, "num_v_heads"):
-        return sizes._replace(
-            key_heads=module.num_k_heads,
-            heads=module.num_v_heads,
-            key_size=module.head_k_dim,
-            value_size=module.head_v_dim,
-        )
-    if hasattr(module, "ssm_state_size"):
-        return sizes._replace(
-            key_heads=module.n_groups,
-            heads=module.num_heads,
-            key_size=module.ssm_state_size,
-            value_size=module.head_dim,
-        )
-    return sizes
+    for module in mixers:
+        convolution = module.conv1d if hasattr(module, "conv1d") else module.conv
+        fields = HEADS.get(FORWARDS[type(module).__name__], ())
+        numbers = (getattr(module, field) for field in fields)
+        taps = convolution.kernel_size[0]
+        sizes.add(MixerSizes(layers, convolution.in_channels, taps, *numbers))
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def serve(model: nn.Module) -> None:

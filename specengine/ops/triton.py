@@ -474,11 +474,11 @@ def tree_recurrence(
         return by_meaning(
             networks.tree_recurrence, heads, scalars, state, lineage, steps, scratch, delta
         )
-    dense = [tensor.contiguous() for tensor in (*heads, *scalars)]
+    contiguous = [tensor.contiguous() for tensor in (*heads, *scalars)]
     tree = None
     if lineage.parents is not None and lineage.branches is not None:
         tree = lineage.parents, lineage.branches, scratch, *steps
-    return recurrence_kernel.tree_recurrence(*dense, state, tree, delta=delta)
+    return recurrence_kernel.tree_recurrence(*contiguous, state, tree, delta=delta)
 
 
 def advance_states(states: Tensor, steps: networks.Steps, path: Tensor, count: Tensor) -> None:

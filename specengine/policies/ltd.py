@@ -12,8 +12,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import PerDevice, _ltd, require, require_minimum_or_none
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, PerDevice, _ltd, require, require_minimum_or_none
 from specengine.policies._ltd import FACTS, REPEATS, LtdShape, Networks
 
 if TYPE_CHECKING:

@@ -77,9 +77,7 @@ def test_trees_run_path_by_path(hybrid: PreTrainedModel) -> None:
     answer = engine.generate(prompt, max_new_tokens=24, eos_token_id=[])
     assert answer.token_ids == expected
     assert answer.stats.num_accepted_draft_tokens > 8
-    assert (
-        "trees are verified path by path on its own cache: OlmoHybrid" in answer.stats.notes[0]
-    )
+    assert "trees are verified path by path on its own cache: OlmoHybrid" in answer.stats.notes[0]
     assert "recurrent state" in answer.stats.notes[0]
 
 

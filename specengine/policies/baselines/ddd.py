@@ -8,8 +8,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree, is_down
-from specengine.policies import require
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, require
 
 
 @dataclass

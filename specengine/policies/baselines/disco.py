@@ -6,8 +6,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import _classifier, require
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, _classifier, require
 
 
 @dataclass

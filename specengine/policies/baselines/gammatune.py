@@ -9,8 +9,7 @@ from specengine import ops
 from specengine.ops import Flag, Nodes
 from specengine.ops.select import Step
 from specengine.ops.tree import TokenTree
-from specengine.policies import PerDevice, require
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, PerDevice, require
 
 if TYPE_CHECKING:
     from specengine.records import Outcome
