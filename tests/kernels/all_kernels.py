@@ -334,8 +334,8 @@ def states(seed: int, device: str) -> None:
     """A tree's rows, and the fold along the path of its last, whose state has the same bits."""
     sizes = (1, 2, 16, 12), (2, 6, 20, 40), (1, 3, 7, 33)
     nodes, (shared, heads, keys, values) = 1 + seed * 7 % 41, sizes[seed % 3]
-    tree, made = toy.random_tree(seed, nodes, 500), ops.lineage_of
-    lineage = made(tree.ancestors, 4)
+    tree = toy.random_tree(seed, nodes, 500)
+    lineage = ops.lineage_of(tree.ancestors, 4)
     query, key = (random(nodes, shared, keys, seed=seed + i).to(device) / keys**0.5 for i in (1, 2))
     value, state = (
         random(size, heads, values, seed=seed).to(device) for size in (nodes, heads * keys)
@@ -348,11 +348,7 @@ def states(seed: int, device: str) -> None:
     rows = *(part.to(device) for part in (lineage.parents, lineage.branches)), scratch, *stored
     given, delta = (query, key, value, *scalars, state), seed % 2 == 0
     found = recurrence.tree_recurrence(*given, rows, delta=delta)
-    wide = [part.double() for part in given]
     parents = tree.parents.tolist()
-    wanted, updates, states = recurrence.reference(*wide, parents, delta=delta)
-    for one, other in ((found, wanted), (stored[2][:nodes], updates)):
-        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5, msg=str(seed))
     path = [nodes - 1]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
@@ -362,6 +358,10 @@ def states(seed: int, device: str) -> None:
     recurrence.tree_recurrence(*chain, text, None, delta=delta)
     layers = [part[None] for part in stored]
     recurrence.advance_states(folded, *layers, ids, number(len(path), device))
+    wide = [part.double() for part in given]
+    wanted, updates, states = recurrence.reference(*wide, parents, delta=delta)
+    for one, other in ((found, wanted), (stored[2][:nodes], updates)):
+        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5, msg=str(seed))
     assert torch.equal(folded[0], text), seed
     torch.testing.assert_close(text.double(), states[-1], rtol=2e-5, atol=2e-5, msg=str(seed))
 
