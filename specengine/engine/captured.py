@@ -560,13 +560,17 @@ class CapturedDriver(EagerDriver):
                 if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:
-            tokens = lane.history.ids[0].tolist()[:-1]
-            cache = self.target.cache
-            cache.length = len(tokens)  # a cycle beyond them may be forgotten
-            cache.crop(len(tokens))  # recurrent states may have to go back further
+            self._end(lane.history.ids[0].tolist()[:-1], drafted)
+
+    def _end(self, tokens: list[int], drafted: int) -> None:
+        """Take over the committed tokens of an answer; cycles may have run beyond them."""
+        cache = self.target.cache
+        cache.length, self.target.tokens = len(tokens), tokens
+        if cache.states:
+            cache.crop(len(tokens))
             self.target.tokens = tokens[: cache.length]
-            if isinstance(self.drafter, CapturedDrafter):
-                self.drafter.ended(tokens, drafted)
+        if isinstance(self.drafter, CapturedDrafter):
+            self.drafter.ended(tokens, drafted)
 
     def _follow(self, lane: Lane) -> None:
         """Move to larger caches where a text has come to the end of its room."""

@@ -53,6 +53,7 @@ def turns(engine: Engine, ways: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("family", ["lfm3", "qwen3_5_text", "falcon_h1"])
 @pytest.mark.parametrize("policy", [None, "eagle"])
 def test_replays_equal_the_eager_engine(family: str, policy: str | None) -> None:

@@ -76,6 +76,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @needs_extension
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_answers_with_trees_are_those_of_transformers_and_of_plain_decoding(name: str) -> None:
     assert target(name).lm.recurrent
