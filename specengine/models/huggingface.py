@@ -439,8 +439,8 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        if self.recurrent:
-            return int(self.config.num_hidden_layers)
+        if self.recurrent or not self._layout.slabs:
+            return int(getattr(self.config, "num_hidden_layers", 0))
         # layers that share keys keep none of their own
         return self._layout.slabs[0][0] + (getattr(self.config, "num_kv_shared_layers", 0) or 0)
 

@@ -126,10 +126,6 @@ class OwnCacheLM(CausalLM):
         )
         self.fault = self.mixes or unsure or self._paths_fault()
 
-    @property
-    def layers(self) -> int:
-        return int(getattr(self.config, "num_hidden_layers", 0))
-
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
 

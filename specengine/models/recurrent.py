@@ -267,9 +267,8 @@ def sizes_of(model: nn.Module) -> MixerSizes | None:
     for module in mixers:
         convolution = module.conv1d if hasattr(module, "conv1d") else module.conv
         fields = HEADS.get(FORWARDS[type(module).__name__], ())
-        numbers = (getattr(module, field) for field in fields)
-        taps = convolution.kernel_size[0]
-        sizes.add(MixerSizes(layers, convolution.in_channels, taps, *numbers))
+        channels, taps = convolution.in_channels, convolution.kernel_size[0]
+        sizes.add(MixerSizes(layers, channels, taps, *(getattr(module, name) for name in fields)))
     return sizes.pop() if len(sizes) == 1 else None
 
 
