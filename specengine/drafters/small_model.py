@@ -167,6 +167,11 @@ class SmallModel(RowDraft):
         native = isinstance(model, NativeLM)
         try:
             self.lm: LanguageModel = model if native else CausalLM(model, pack=pack, merge=merge)
+            if isinstance(self.lm, CausalLM) and self.lm.recurrent:
+                raise NoTreesError(
+                    f"{self.lm.config.model_type}: recurrent states on transformers' modules serve a target alone, "
+                    "no draft"
+                )
         except NoTreesError as refused:
             # the native forward keeps the states of recurrent layers by node
             try:

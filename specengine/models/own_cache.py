@@ -20,6 +20,7 @@ from specengine.models.huggingface import (
     CausalLM,
     HuggingFaceTarget,
     LongRopeTarget,
+    is_close,
     switches,
 )
 from specengine.models.kv_cache import CacheLayout, Logits
@@ -124,10 +125,6 @@ class OwnCacheLM(CausalLM):
             (reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None
         )
         self.fault = self.mixes or unsure or self._paths_fault()
-
-    @property
-    def layers(self) -> int:
-        return int(getattr(self.config, "num_hidden_layers", 0))
 
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
@@ -274,26 +271,17 @@ class OwnCacheLM(CausalLM):
             expected = torch.cat(
                 [self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])]
             )
-            if not _close(logits[[0, 1, 3]], expected):
+            if not is_close(logits[[0, 1, 3]], expected):
                 return "several tokens at once give other logits than one after the other"
             self.keep(cache, paths, [0, 1], [ids[4], ids[5]])
             after, _ = self.extend(cache, [ids[2]])
-            if after is None or not _close(after, expected[-1:]):
+            if after is None or not is_close(after, expected[-1:]):
                 return "its cache is another one behind an accepted path"
         except (SpecEngineError, *NO_MEMORY):
             raise
         except Exception as error:  # caches of any kind may raise anything
             return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         return None
-
-
-def _close(computed: Tensor, expected: Tensor) -> bool:
-    """Return whether logits agree but for rounding."""
-    rounding = 1e-3 if expected.dtype == torch.float32 else 0.1
-    computed, expected = (
-        logits.float().nan_to_num(0.0, 0.0, 0.0) for logits in (computed, expected)
-    )
-    return bool((computed - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
 
 
 class TreePaths:

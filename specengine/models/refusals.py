@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
 from specengine.models.attention import NeedsDenseMask
 from specengine.models.configs import NO_MEMORY
+from specengine.models.recurrent import sizes_of
 from specengine.models.twins import is_changed
 
 
@@ -69,7 +70,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     kinds = set(types or ()) - _ATTENTION
-    if kinds or (types is None and getattr(model, "_is_stateful", False)):
+    stateful = bool(kinds) or (types is None and getattr(model, "_is_stateful", False))
+    if stateful and (kinds - set(_STATES) or sizes_of(model) is None):
         what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
         raise NoTreesError(
             f"{model_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be "

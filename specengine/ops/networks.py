@@ -12,6 +12,7 @@ from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.choose import gather_rows
 from specengine.ops.select import top_children, top_entropy
+from specengine.ops.tree import is_free, tree_mask
 
 ACTIVATIONS = ("relu", "tanh")
 LOWEST = -1e4  # finite, so that an impossible candidate does not silence a network
@@ -291,3 +292,159 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def _require_one_dtype(*tensors: Tensor) -> None:
     alike = all(tensor.dtype is tensors[0].dtype for tensor in tensors)
     refuse_unless(alike, "tensors", "one dtype", *tensors)
+
+
+# ---- recurrent layers of models
+
+
+class Lineage(NamedTuple):
+    """Hold what rows go on from in recurrent layers.
+
+    parents   int64 [n], of a tree the row before each, an earlier one, or -1, the text before; None: rows are the next
+              tokens of the text
+    branches  bool [n], of a tree whether a row other than the next goes on from it
+    sources   int64 [n, taps - 1], rows that a convolution reads before each, the oldest first; -1 - t for the t-th
+              newest input of the text
+    """
+
+    parents: Tensor | None
+    branches: Tensor | None
+    sources: Tensor
+
+
+def lineage_of(words: Tensor, taps: int) -> Lineage:
+    """Return the lineage of a tree's rows by their ancestor words, int64 [n, w], of which bit j names row j.
+
+    No host read, so it can be captured.
+    """
+    rows = words.shape[0]
+    number = torch.arange(rows, device=words.device, dtype=torch.int64)
+    earlier = tree_mask(words, rows).tril(-1)
+    parents = (earlier * (number + 1)).amax(1) - 1
+    branches = ((parents[:, None] == number) & (number[:, None] > number + 1)).any(0)
+    sources = [parents]
+    for _ in range(taps - 2):
+        last = sources[0]
+        sources.insert(0, torch.where(last < 0, last - 1, parents[last.clamp(min=0)]))
+    return Lineage(parents, branches, torch.stack(sources, 1))
+
+
+class Steps(NamedTuple):
+    """Hold what rows do to the states of layers, float32: a decay multiplies a state, and key times update is added.
+
+    decays   [..., heads]
+    keys     [..., key heads, key size]
+    updates  [..., heads, value size]
+    """
+
+    decays: Tensor
+    keys: Tensor
+    updates: Tensor
+
+
+@op
+def tree_convolution(
+    inputs: Tensor,
+    tail: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sources: Tensor,
+    activate: bool,
+) -> Tensor:
+    """Return a causal convolution of each channel, over each row, its ancestors and the text before; then SiLU.
+
+    inputs: floating [n, channels]; tail: [taps - 1, channels], the text's last inputs, the oldest first; weight:
+    [channels, taps]; bias: [channels]; sources: int64 [n, taps - 1], as in Lineage; activate: whether SiLU follows.
+    Sums are float32, in the order of the text, rounded before SiLU and after it.
+    """
+    signature = "inputs: floating [n, channels]; tail: floating [before, channels]"
+    require(f"{signature}; sources: int64 [n, before]", inputs, tail, sources)
+    require(
+        f"weight: floating [{inputs.shape[1]}, {len(tail) + 1}]; bias: floating [{inputs.shape[1]}]",
+        *(weight, bias),
+    )
+    if run := kernels.tree_convolution[inputs.device]:
+        return run(inputs, tail, weight, bias, sources, activate)
+    before = torch.cat([tail, inputs]).float()
+    taps = weight.float().t()
+    out = before[sources[:, 0] + len(tail)] * taps[0]
+    for place in range(1, len(tail)):
+        out = out + before[sources[:, place] + len(tail)] * taps[place]
+    out = out + inputs.float() * taps[-1]
+    rounded = (out if bias is None else out + bias.float()).to(inputs.dtype)
+    return silu(rounded) if activate else rounded
+
+
+@op
+def tree_recurrence(
+    heads: tuple[Tensor, Tensor, Tensor],
+    scalars: tuple[Tensor, Tensor],
+    state: Tensor,
+    lineage: Lineage,
+    steps: Steps,
+    scratch: Tensor,
+    delta: bool,
+) -> Tensor:
+    """Return what the state of each row gives for its query; a row's state comes from its parent's, in float32.
+
+    A state is S = decay * parent's + key * u, u = rate * value, or with `delta` rate * (value - what the decayed state
+    of the parent gives for the key). Heads of values share those of keys, in order.
+
+    heads: queries and keys, float32 [n, key heads, K], and values, float32 [n, heads, V]; scalars: decays and rates,
+    float32 [n, heads]; state: float32 [heads, K, V], of the text before. What the rows of a tree do is written to the
+    first rows of `steps`, by way of `scratch`, float32 [n or more, heads, K, V]; rows of a text change `state` to that
+    after them. A row has the same bits in a tree, in a chain and in a text. No host read, so it can be captured.
+    Sources: Gated Delta Networks, equation 10; Mamba-2, equation 16.
+    """
+    (query, key, value), (decays, rates) = heads, scalars
+    signature = (
+        "query: float32 [n, shared, K]; key: float32 [n, shared, K]; value: float32 [n, heads, V]"
+    )
+    require(
+        f"{signature}; decays: float32 [n, heads]; rates: float32 [n, heads]; state: float32 [heads, K, V]",
+        *(query, key, value, decays, rates, state),
+    )
+    if run := kernels.tree_recurrence[query.device]:
+        return run(heads, scalars, state, lineage, steps, scratch, delta)
+    groups = value.shape[1] // key.shape[1]
+    keys, queries = (rows.repeat_interleave(groups, 1)[..., None] for rows in (key, query))
+    outs, updates, last = list[Tensor](), list[Tensor](), state
+    for row in range(len(query)):
+        if lineage.parents is not None:
+            parent = lineage.parents[row : row + 1]
+            last = torch.where(parent < 0, state, scratch[parent.clamp(min=0)][0])
+        decayed = last * decays[row, :, None, None]
+        update = value[row] - (decayed * keys[row]).sum(1) if delta else value[row]
+        updates.append(update * rates[row, :, None])
+        last = decayed + keys[row] * updates[-1][:, None]
+        outs.append((last * queries[row]).sum(1))
+        if lineage.parents is not None:
+            scratch[row].copy_(last)
+    if lineage.parents is None:
+        state.copy_(last)
+    else:
+        for stored, rows in zip(steps, (decays, key, torch.stack(updates)), strict=True):
+            stored[: len(query)].copy_(rows)
+    return torch.stack(outs)
+
+
+@op
+def advance_states(states: Tensor, steps: Steps, path: Tensor, count: Tensor) -> None:
+    """Change the states of all layers to those after the accepted rows, with the bits that these had in their tree.
+
+    states: float32 [layers, heads, K, V]; steps: of each layer, [layers, rows, ...]; path: int64 [rows], of which the
+    first `count`, int32 [1], are accepted, ascending. No host read but on a CPU, so it can be captured.
+    """
+    require("states: float32 [layers, heads, K, V]; path: int64 [rows]", states, path)
+    require("count: int32 [1]", count)
+    if run := kernels.advance_states[states.device]:
+        run(states, steps, path, count)
+        return
+    groups = states.shape[1] // steps.keys.shape[2]
+    for place in range(int(count) if is_free(count) else len(path)):
+        decays, keys, updates = (
+            rows.index_select(1, path[place : place + 1])[:, 0] for rows in steps
+        )
+        wide = keys.repeat_interleave(groups, 1)[..., None]
+        after = states * decays[..., None, None] + wide * updates[:, :, None]
+        states.copy_(torch.where(place < count, after, states))

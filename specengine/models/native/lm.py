@@ -65,7 +65,6 @@ from specengine.ops.tree import TokenTree
 
 # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PREFILL_ROWS = 512
-LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. After the first
 # layer, and after all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
 # than another rotary base would in some models: so the first layer is also checked in float32. That of int8 weights
@@ -947,19 +946,6 @@ class NativeTarget(CachedTarget):
 
     def running(self) -> AbstractContextManager[None]:
         return in_own_dtype(one_torch_thread(), "cpu")
-
-    def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
-        after_mark = self._after_mark(len(tokens))
-        before = super()._extend(tokens[: len(tokens) - after_mark])
-        self.cache.mark()
-        if not after_mark:
-            return before
-        last = super()._extend(tokens[-after_mark:])
-        return None if before is None or last is None else torch.cat([before, last])
-
-    def _after_mark(self, tokens: int) -> int:
-        return MARKED_BEFORE if self.cache.states and tokens >= LONG_PROMPT else 0
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         rows = self._run(tree, greedy=False)
