@@ -20,20 +20,11 @@ CHANNELS = 256  # of a convolution, of one program
 
 
 def convolution_reference(
-    inputs: Tensor,
-    tail: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sources: Tensor,
-    *,
-    silu: bool,
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, *, silu: bool
 ) -> Tensor:
     """Compute `tree_convolution` in plain torch; float64 stays float64."""
     kind = torch.promote_types(inputs.dtype, torch.float32)
-    before = torch.cat([tail, inputs]).to(kind)
-    out = inputs.to(kind) * weight[:, -1].to(kind)
-    for place in range(len(tail)):
-        out = out + before[sources[:, place] + len(tail)] * weight[:, place].to(kind)
+    out = torch.einsum("ntc,ct->nc", inputs.to(kind)[sources], weight.to(kind))
     out = (out if bias is None else out + bias.to(kind)).to(inputs.dtype)
     return (out.to(kind) * torch.sigmoid(out.to(kind))).to(inputs.dtype) if silu else out
 
@@ -68,13 +59,11 @@ def reference(
 @triton.jit
 def _convolve(
     inputs,
-    tail,
     weight,
     bias,
     sources,
     out,
     input_row,
-    tail_row,
     weight_row,
     weight_tap,
     channels,
@@ -88,16 +77,10 @@ def _convolve(
     some = channel < channels
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for place in tl.static_range(TAPS):
-        if place < TAPS - 1:
-            source = tl.load(sources + row * (TAPS - 1) + place)
-            earlier = tl.load(inputs + source * input_row + channel, mask=some & (source >= 0))
-            old = (source + TAPS - 1) * tail_row + channel
-            before = tl.load(tail + old, mask=some & (source < 0))
-            taken = tl.where(source >= 0, earlier, before)
-        else:
-            taken = tl.load(inputs + row * input_row + channel, mask=some)
+        source = tl.load(sources + row * TAPS + place)
+        taken = tl.load(inputs + source * input_row + channel, mask=some, other=0.0)
         tap = tl.load(weight + channel * weight_row + place * weight_tap, mask=some, other=0.0)
-        total += tl.where(some, taken, 0.0).to(tl.float32) * tap.to(tl.float32)
+        total += taken.to(tl.float32) * tap.to(tl.float32)
     if BIAS:
         total += tl.load(bias + channel, mask=some, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
@@ -217,38 +200,26 @@ def _advance(
 
 
 def tree_convolution(
-    inputs: Tensor,
-    tail: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sources: Tensor,
-    *,
-    silu: bool,
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, *, silu: bool
 ) -> Tensor:
-    """Convolve each channel over each row, its sources and the text before, in float32; then SiLU if wanted.
+    """Convolve each channel over each row's sources, in float32; then SiLU if wanted.
 
-    inputs: [n, C]; tail: [taps - 1, C], the text's last inputs, the oldest first; rows of both have any stride. weight:
-    [C, taps], any strides; bias: [C], contiguous. sources: int64 [n, taps - 1], contiguous: rows of inputs, or -1 - t
-    for the t-th newest of the tail. Rounded before SiLU and after it. Returns [n, C]. Capturable.
+    inputs: [m, C], rows of any stride; weight: [C, taps], any strides; bias: [C], contiguous. sources: int64 [n, taps],
+    contiguous: rows of inputs. Rounded before SiLU and after it. Returns [n, C]. Capturable.
     """
-    (rows, channels), taps = inputs.shape, weight.shape[1]
-    if tail.shape != (taps - 1, channels) or sources.shape != (rows, taps - 1) or taps < 2:
-        raise ValueError(
-            f"tail [{taps - 1}, {channels}], sources [{rows}, {taps - 1}] are needed, got "
-            f"{list(tail.shape)}, {list(sources.shape)}"
-        )
-    if inputs.stride(1) != 1 or tail.stride(1) != 1 or not sources.is_contiguous():
-        raise ValueError("inputs, tail, sources: the last dimension must be contiguous")
+    (rows, taps), channels = sources.shape, inputs.shape[1]
+    if weight.shape != (channels, taps):
+        raise ValueError(f"weight [{channels}, {taps}] is needed, got {list(weight.shape)}")
+    if inputs.stride(1) != 1 or not sources.is_contiguous():
+        raise ValueError("inputs, sources: the last dimension must be contiguous")
     out = torch.empty((rows, channels), dtype=inputs.dtype, device=inputs.device)
     _convolve[(rows, triton.cdiv(channels, CHANNELS))](
         inputs,
-        tail,
         weight,
         bias,
         sources,
         out,
         inputs.stride(0),
-        tail.stride(0),
         *weight.stride(),
         channels,
         TAPS=taps,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -311,13 +310,8 @@ class CapturedDriver(EagerDriver):
 
     def _reads(self) -> tuple[Tensor, ...]:
         cache, drafter = self.target.cache, self.drafter
-        states = chain.from_iterable(memory.reads for memory in cache.states)
+        states = [tensor for memory in cache.states for tensor in memory.reads]
         return cache.slab, *states, *(drafter.reads if isinstance(drafter, CapturedDrafter) else ())
-
-    def _settle_states(self) -> None:
-        """Have room for a tree in recurrent states, and nothing left to fold into them."""
-        for memory in self.target.cache.states:
-            memory.settle(self.target.cache.filled, self.budget)
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
@@ -329,7 +323,6 @@ class CapturedDriver(EagerDriver):
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Put back what lasts longer than a tree, and the root."""
-        self._settle_states()
         state = self.target.cache.filled, self.tree.tokens[:1], *self._lasting()
         kept = [tensor.clone() for tensor in state]
         try:
@@ -366,7 +359,7 @@ class CapturedDriver(EagerDriver):
     def _lasting(self) -> Iterator[Tensor]:
         """Yield the tensors that outlive a cycle."""
         for memory in self.target.cache.states:
-            yield from memory.lasting
+            yield from memory.reads
         if isinstance(self.drafter, CapturedDrafter):
             yield from self.drafter.state
         if self.policy is not None:
@@ -405,7 +398,8 @@ class CapturedDriver(EagerDriver):
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
-        self._settle_states()
+        for memory in self.target.cache.states:
+            memory.settle(self.target.cache.filled, self.budget)
         coupled = self.drafter if self.grows_there else None
         self._sampler.take(sampler, coupled, chooses=self.serves(sampler))
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
@@ -559,17 +553,12 @@ class CapturedDriver(EagerDriver):
                 if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:
-            self._end(lane.history.ids[0].tolist()[:-1], drafted)
-
-    def _end(self, tokens: list[int], drafted: int) -> None:
-        """Take over the committed tokens of an answer; cycles may have run beyond them."""
-        cache = self.target.cache
-        cache.length, self.target.tokens = len(tokens), tokens
-        if cache.states:
+            tokens, cache = lane.history.ids[0].tolist()[:-1], self.target.cache
+            cache.length = len(tokens)  # cycles may have run beyond them
             cache.crop(len(tokens))
             self.target.tokens = tokens[: cache.length]
-        if isinstance(self.drafter, CapturedDrafter):
-            self.drafter.ended(tokens, drafted)
+            if isinstance(self.drafter, CapturedDrafter):
+                self.drafter.ended(tokens, drafted)
 
     def _follow(self, lane: Lane) -> None:
         """Move to larger caches where a text has come to the end of its room."""

@@ -20,7 +20,6 @@ from specengine.models.huggingface import (
     CausalLM,
     HuggingFaceTarget,
     LongRopeTarget,
-    is_close,
     switches,
 )
 from specengine.models.kv_cache import CacheLayout, Logits
@@ -271,11 +270,11 @@ class OwnCacheLM(CausalLM):
             expected = torch.cat(
                 [self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])]
             )
-            if not is_close(logits[[0, 1, 3]], expected):
+            if not self.is_close(logits[[0, 1, 3]], expected):
                 return "several tokens at once give other logits than one after the other"
             self.keep(cache, paths, [0, 1], [ids[4], ids[5]])
             after, _ = self.extend(cache, [ids[2]])
-            if after is None or not is_close(after, expected[-1:]):
+            if after is None or not self.is_close(after, expected[-1:]):
                 return "its cache is another one behind an accepted path"
         except (SpecEngineError, *NO_MEMORY):
             raise

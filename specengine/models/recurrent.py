@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
+from transformers import PreTrainedModel
 
 from specengine import ops
 from specengine.errors import require_supported
@@ -25,8 +26,9 @@ class RecurrentStates:
     """Keep what the recurrent layers have read of one sequence, as one of KVCache.states.
 
     states   float32 [layers, heads, key size, value size], after the first `folded` tokens, int32 [1]
-    tails    [layers, taps - 1, channels]: the last inputs of the convolutions there, the oldest first
-    inputs   [layers, rows, channels]: those of the last tree's rows; steps: what these do to the states
+    inputs   [layers, taps - 1 + rows, channels]: of the convolutions the last ones there, the oldest first, which are
+             `tails`; then those of the last tree's rows
+    steps    what these rows do to the states
     path     int64 [rows]: the rows whose tokens follow the folded ones, in their order
     lineage  of the rows of the forward under way
     """
@@ -45,48 +47,39 @@ class RecurrentStates:
             (layers, sizes.taps - 1, sizes.channels), dtype=dtype, device=device
         )
         self.folded = torch.zeros(1, dtype=torch.int32, device=device)
-        self._mark: tuple[int, list[Tensor]] = 0, []
-        self._broken = False  # while a prompt runs, and where one was broken off
         self._allocate(0)
-
-    @property
-    def lasting(self) -> tuple[Tensor, ...]:
-        """Return what outlives a forward, where nothing is to be folded."""
-        return self.states, self.tails, self.folded, self.path
+        self.mark()
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
         """Return all tensors that a captured forward reads or writes."""
-        return *self.lasting, self.inputs, *self.steps, self.scratch
+        return self.folded, self.states, self.inputs, *self.steps, self.path
 
     @property
     def bytes(self) -> int:
         """The bytes of memory that it takes."""
-        return sum(tensor.nbytes for tensor in (*self.reads, *self._mark[1]))
+        return sum(tensor.nbytes for tensor in (*self.reads, *self._mark))
 
     def reach(self, length: int) -> int:
         """Return how many tokens `crop(length)` leaves; synchronises with a device."""
-        if not self._broken and length >= int(self.folded):
-            return length
-        marked = self._mark[0]
-        return marked if length >= marked else 0
+        marked = int(self._mark[0])
+        return length if length >= int(self.folded) else marked if length >= marked else 0
 
     def crop(self, length: int) -> None:
         """Forget everything from token `reach(length)` on."""
-        end = self.reach(length)
-        if end < self._mark[0]:
-            self._mark = 0, []
-        if not self._broken and length >= int(self.folded):
+        if length >= int(self.folded):
             return
-        self._broken = False
-        self.folded.fill_(end)
-        for place, tensor in enumerate((self.states, self.tails)):
-            tensor.copy_(self._mark[1][place] if end else torch.zeros_like(tensor))
+        goes_back = self.reach(length) > 0
+        for tensor, marked in zip(self._folded, self._mark, strict=True):
+            tensor.copy_(marked if goes_back else marked.zero_())
 
     def mark(self) -> None:
         """Copy the states, so that `crop` can go back to them."""
-        if folded := int(self.folded):
-            self._mark = folded, [self.states.clone(), self.tails.clone()]
+        self._mark = [tensor.clone() for tensor in self._folded]
+
+    @property
+    def _folded(self) -> tuple[Tensor, ...]:
+        return self.folded, self.states, self.tails
 
     def keep(self, length: Tensor, path: Tensor, count: Tensor) -> None:
         """Commit the first `count` rows of a path through the last tree, whose root is at `length`."""
@@ -95,62 +88,53 @@ class RecurrentStates:
     def settle(self, filled: Tensor, rows: int = 0) -> None:
         """Move the states on to the end of the committed tokens, int32 [1]; then make room for trees of `rows`."""
         count, before = filled - self.folded, self.sizes.taps - 1
-        if len(self.path) and not (ops.is_free(count) and not int(count)):
-            if self.sizes.heads:
-                ops.advance_states(self.states, self.steps, self.path, count)
-            at = count + torch.arange(before, dtype=torch.int64, device=count.device)
-            accepted = self.inputs[:, self.path[(at - before).clamp(min=0)]]
-            old = self.tails[:, at.clamp(max=before - 1)]
-            self.tails.copy_(torch.where((at < before)[:, None], old, accepted))
-            self.path.copy_(torch.arange(len(self.path), dtype=torch.int64, device=count.device))
+        if self.sizes.heads:
+            ops.advance_states(self.states, self.steps, self.path, count)
+        places = torch.arange(self.inputs.shape[1], dtype=torch.int64, device=count.device)
+        taken = torch.cat([places[:before], self.path + before])
+        self.tails.copy_(self.inputs[:, taken[count + places[:before]]])
+        self.path.copy_(places[: len(self.path)])
         self.folded.copy_(filled)
         if rows > len(self.path):
             self._allocate(rows)
 
     def begin(self, rows: Rows | None, count: int, filled: Tensor) -> None:
-        """Make ready for the rows of a tree, or for the next `count` tokens of the text."""
-        require_supported("memory: a prompt was broken off; crop it", not self._broken)
+        """Make ready for the rows of a tree, or for the next `count` tokens of the text, which count as folded."""
+        whole = (rows is not None and not ops.is_free(filled)) or int(filled) >= int(self.folded)
+        require_supported("memory: a prompt was broken off; crop it", whole)
+        self.settle(filled, 0 if rows is None else count)
         if rows is not None:
-            self.settle(filled, count)
             self.lineage = ops.lineage_of(rows.words, self.sizes.taps)
             return
-        self.settle(filled)
-        before = self.sizes.taps - 1
-        places = torch.arange(-before, count, dtype=torch.int64, device=filled.device)
-        self.lineage = Lineage(None, None, places.unfold(0, before, 1)[:count].contiguous())
-        self._broken = True
-
-    def end(self, count: int) -> None:
-        """Note that the rows of the forward that was begun have run through all layers."""
-        if self.lineage.parents is None:
-            self.folded += count
-            self._broken = False
+        places = torch.arange(self.sizes.taps - 1 + count, dtype=torch.int64, device=filled.device)
+        self.lineage = Lineage(None, None, places.unfold(0, self.sizes.taps, 1).contiguous())
+        self.folded += count
 
     def _allocate(self, rows: int) -> None:
         """Make room for trees of this number of rows; those of the last one are lost."""
         sizes, layers = self.sizes, len(self.sizes.layers)
-        self.inputs = self.tails.new_zeros(layers, rows, sizes.channels)
+        self.inputs = torch.cat([self.tails, self.tails.new_zeros(layers, rows, sizes.channels)], 1)
+        self.tails = self.inputs[:, : sizes.taps - 1]
         self.steps = Steps(
             self.states.new_zeros(layers, rows, sizes.heads),
             self.states.new_zeros(layers, rows, sizes.key_heads, sizes.key_size),
             self.states.new_zeros(layers, rows, sizes.heads, sizes.value_size),
         )
-        self.scratch = self.states.new_zeros(rows, *self.states.shape[1:])
         self.path = torch.arange(rows, dtype=torch.int64, device=self.states.device)
 
     # ---- as the modules run
 
     def convolve(self, layer: int, convolution: nn.Conv1d, inputs: Tensor, *, silu: bool) -> Tensor:
         """Return the convolution of a layer's rows, [n, channels]; their inputs are stored."""
-        tail, weight = self.tails[layer], convolution.weight[:, 0]
-        out = ops.tree_convolution(
-            inputs, tail, weight, convolution.bias, self.lineage.sources, silu
-        )
+        tail = self.tails[layer]
+        rows = self.inputs[layer, : len(tail) + len(inputs)]
         if self.lineage.parents is None:
-            tail.copy_(torch.cat([tail, inputs])[-len(tail) :])
+            rows = torch.cat([tail, inputs])
+            tail.copy_(rows[len(inputs) :])
         else:
-            self.inputs[layer, : len(inputs)].copy_(inputs)
-        return out
+            rows[len(tail) :] = inputs
+        weight, bias = convolution.weight[:, 0], convolution.bias
+        return ops.tree_convolution(rows, weight, bias, self.lineage.sources, silu)
 
     def recur(
         self,
@@ -162,9 +146,7 @@ class RecurrentStates:
     ) -> Tensor:
         """Return what the states of a layer's rows give, float32 [n, heads, value size], by `ops.tree_recurrence`."""
         steps = Steps(*(each[layer] for each in self.steps))
-        return ops.tree_recurrence(
-            heads, scalars, self.states[layer], self.lineage, steps, self.scratch, delta
-        )
+        return ops.tree_recurrence(heads, scalars, self.states[layer], self.lineage, steps, delta)
 
 
 # ---- modules
@@ -272,10 +254,11 @@ def sizes_of(model: nn.Module) -> MixerSizes | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def serve(model: nn.Module) -> None:
-    """Let the recurrent modules of a twin run rows over RecurrentStates; over other caches they run as they did."""
-    for module in _mixers(model):
+def serve(twin: PreTrainedModel) -> PreTrainedModel:
+    """Let a twin's recurrent modules run rows over RecurrentStates; over other caches they run as they did."""
+    for module in _mixers(twin):
         module.__dict__["forward"] = MethodType(_forward, module)
+    return twin
 
 
 def _forward(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:

@@ -303,8 +303,8 @@ class Lineage(NamedTuple):
     parents   int64 [n], of a tree the row before each, an earlier one, or -1, the text before; None: rows are the next
               tokens of the text
     branches  bool [n], of a tree whether a row other than the next goes on from it
-    sources   int64 [n, taps - 1], rows that a convolution reads before each, the oldest first; -1 - t for the t-th
-              newest input of the text
+    sources   int64 [n, taps], what a convolution reads for each row, the oldest first and the row's own last: places
+              among the text's last taps - 1 inputs and those of the rows after these
     """
 
     parents: Tensor | None
@@ -317,16 +317,16 @@ def lineage_of(words: Tensor, taps: int) -> Lineage:
 
     No host read, so it can be captured.
     """
-    rows = words.shape[0]
-    number = torch.arange(rows, device=words.device, dtype=torch.int64)
-    earlier = tree_mask(words, rows).tril(-1)
-    parents = (earlier * (number + 1)).amax(1) - 1
+    rows, before = words.shape[0], taps - 1
+    places = torch.arange(before + rows, device=words.device, dtype=torch.int64)
+    number = places[:rows]
+    parents = (tree_mask(words, rows).tril(-1) * (number + 1)).amax(1) - 1
     branches = ((parents[:, None] == number) & (number[:, None] > number + 1)).any(0)
-    sources = [parents]
-    for _ in range(taps - 2):
-        last = sources[0]
-        sources.insert(0, torch.where(last < 0, last - 1, parents[last.clamp(min=0)]))
-    return Lineage(parents, branches, torch.stack(sources, 1))
+    preceding = torch.cat([places[:before] - 1, parents + before])
+    sources = [places[before:]]
+    for _ in range(before):
+        sources.append(preceding[sources[-1]])
+    return Lineage(parents, branches, torch.stack(sources[::-1], 1))
 
 
 class Steps(NamedTuple):
@@ -344,34 +344,23 @@ class Steps(NamedTuple):
 
 @op
 def tree_convolution(
-    inputs: Tensor,
-    tail: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sources: Tensor,
-    activate: bool,
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, activate: bool
 ) -> Tensor:
     """Return a causal convolution of each channel, over each row, its ancestors and the text before; then SiLU.
 
-    inputs: floating [n, channels]; tail: [taps - 1, channels], the text's last inputs, the oldest first; weight:
-    [channels, taps]; bias: [channels]; sources: int64 [n, taps - 1], as in Lineage; activate: whether SiLU follows.
-    Sums are float32, in the order of the text, rounded before SiLU and after it.
+    inputs: floating [taps - 1 + n, channels], the text's last ones, the oldest first, then those of the rows; weight:
+    [channels, taps]; bias: [channels]; sources: int64 [n, taps], as in Lineage; activate: whether SiLU follows. Sums
+    are float32, rounded before SiLU and after it. Returns [n, channels].
     """
-    signature = "inputs: floating [n, channels]; tail: floating [before, channels]"
-    require(f"{signature}; sources: int64 [n, before]", inputs, tail, sources)
+    signature = "inputs: floating [m, channels]; weight: floating [channels, taps]"
     require(
-        f"weight: floating [{inputs.shape[1]}, {len(tail) + 1}]; bias: floating [{inputs.shape[1]}]",
-        *(weight, bias),
+        f"{signature}; bias: floating [channels]; sources: int64 [n, taps]",
+        *(inputs, weight, bias, sources),
     )
     if run := kernels.tree_convolution[inputs.device]:
-        return run(inputs, tail, weight, bias, sources, activate)
-    before = torch.cat([tail, inputs]).float()
-    taps = weight.float().t()
-    out = before[sources[:, 0] + len(tail)] * taps[0]
-    for place in range(1, len(tail)):
-        out = out + before[sources[:, place] + len(tail)] * taps[place]
-    out = out + inputs.float() * taps[-1]
-    rounded = (out if bias is None else out + bias.float()).to(inputs.dtype)
+        return run(inputs, weight, bias, sources, activate)
+    total = (inputs.float()[sources] * weight.float().t()).sum(1)
+    rounded = (total if bias is None else total + bias.float()).to(inputs.dtype)
     return silu(rounded) if activate else rounded
 
 
@@ -382,7 +371,6 @@ def tree_recurrence(
     state: Tensor,
     lineage: Lineage,
     steps: Steps,
-    scratch: Tensor,
     delta: bool,
 ) -> Tensor:
     """Return what the state of each row gives for its query; a row's state comes from its parent's, in float32.
@@ -392,8 +380,8 @@ def tree_recurrence(
 
     heads: queries and keys, float32 [n, key heads, K], and values, float32 [n, heads, V]; scalars: decays and rates,
     float32 [n, heads]; state: float32 [heads, K, V], of the text before. What the rows of a tree do is written to the
-    first rows of `steps`, by way of `scratch`, float32 [n or more, heads, K, V]; rows of a text change `state` to that
-    after them. A row has the same bits in a tree, in a chain and in a text. No host read, so it can be captured.
+    first rows of `steps`; rows of a text change `state` to that after them. A row has the same bits in a tree, in a
+    chain and in a text. No host read, so it can be captured.
     Sources: Gated Delta Networks, equation 10; Mamba-2, equation 16.
     """
     (query, key, value), (decays, rates) = heads, scalars
@@ -405,22 +393,22 @@ def tree_recurrence(
         *(query, key, value, decays, rates, state),
     )
     if run := kernels.tree_recurrence[query.device]:
-        return run(heads, scalars, state, lineage, steps, scratch, delta)
+        return run(heads, scalars, state, lineage, steps, delta)
     groups = value.shape[1] // key.shape[1]
     keys, queries = (rows.repeat_interleave(groups, 1)[..., None] for rows in (key, query))
-    outs, updates, last = list[Tensor](), list[Tensor](), state
+    outs, updates, last, parents = list[Tensor](), list[Tensor](), state, lineage.parents
+    states = state.new_empty(0 if parents is None else len(query), *state.shape)
     for row in range(len(query)):
-        if lineage.parents is not None:
-            parent = lineage.parents[row : row + 1]
-            last = torch.where(parent < 0, state, scratch[parent.clamp(min=0)][0])
+        if parents is not None:
+            parent = parents[row : row + 1]
+            last = torch.where(parent < 0, state, states[parent.clamp(min=0)][0])
         decayed = last * decays[row, :, None, None]
         update = value[row] - (decayed * keys[row]).sum(1) if delta else value[row]
         updates.append(update * rates[row, :, None])
         last = decayed + keys[row] * updates[-1][:, None]
         outs.append((last * queries[row]).sum(1))
-        if lineage.parents is not None:
-            scratch[row].copy_(last)
-    if lineage.parents is None:
+        states[row : row + 1] = last  # there is none of a text
+    if parents is None:
         state.copy_(last)
     else:
         for stored, rows in zip(steps, (decays, key, torch.stack(updates)), strict=True):
@@ -435,11 +423,10 @@ def advance_states(states: Tensor, steps: Steps, path: Tensor, count: Tensor) ->
     states: float32 [layers, heads, K, V]; steps: of each layer, [layers, rows, ...]; path: int64 [rows], of which the
     first `count`, int32 [1], are accepted, ascending. No host read but on a CPU, so it can be captured.
     """
-    require("states: float32 [layers, heads, K, V]; path: int64 [rows]", states, path)
-    require("count: int32 [1]", count)
+    signature = "states: float32 [layers, heads, K, V]; path: int64 [rows]; count: int32 [1]"
+    require(signature, states, path, count)
     if run := kernels.advance_states[states.device]:
-        run(states, steps, path, count)
-        return
+        return run(states, steps, path, count)
     groups = states.shape[1] // steps.keys.shape[2]
     for place in range(int(count) if is_free(count) else len(path)):
         decays, keys, updates = (

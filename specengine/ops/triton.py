@@ -476,18 +476,10 @@ def gather_rows(
 
 
 def tree_convolution(
-    inputs: Tensor,
-    tail: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sources: Tensor,
-    activate: bool,
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, activate: bool
 ) -> Tensor:
-    if not inputs.stride(1) == tail.stride(1) == 1 or not len(inputs):
-        return by_meaning(networks.tree_convolution, inputs, tail, weight, bias, sources, activate)
-    return recurrence_kernel.tree_convolution(
-        inputs, tail, weight, bias, sources.contiguous(), silu=activate
-    )
+    rows = inputs if inputs.stride(1) == 1 else inputs.contiguous()
+    return recurrence_kernel.tree_convolution(rows, weight, bias, sources, silu=activate)
 
 
 def tree_recurrence(
@@ -496,17 +488,15 @@ def tree_recurrence(
     state: Tensor,
     lineage: networks.Lineage,
     steps: networks.Steps,
-    scratch: Tensor,
     delta: bool,
 ) -> Tensor:
-    if state.shape[1] > LARGEST_HEAD or scratch.numel() >= 2**31:
-        return by_meaning(
-            networks.tree_recurrence, heads, scalars, state, lineage, steps, scratch, delta
-        )
-    contiguous = [tensor.contiguous() for tensor in (*heads, *scalars)]
-    tree = None
+    rows, tree = len(heads[0]), None
+    if state.shape[1] > LARGEST_HEAD or rows * state.numel() >= 2**31:
+        return by_meaning(networks.tree_recurrence, heads, scalars, state, lineage, steps, delta)
     if lineage.parents is not None and lineage.branches is not None:
+        scratch = state.new_empty(rows, *state.shape)
         tree = lineage.parents, lineage.branches, scratch, *steps
+    contiguous = [tensor.contiguous() for tensor in (*heads, *scalars)]
     return recurrence_kernel.tree_recurrence(*contiguous, state, tree, delta=delta)
 
 

@@ -374,10 +374,9 @@ def convolutions(seed: int, device: str) -> None:
         else (torch.float32, torch.float16, torch.bfloat16)[seed // 2 % 3]
     )
     sources = ops.lineage_of(toy.random_tree(seed, nodes, 500).ancestors, taps).sources.to(device)
-    both = random(nodes + taps - 1, channels + 16, seed=seed).to(device, kind)[:, :channels]
-    inputs, tail = both[taps - 1 :], both[: taps - 1]
+    inputs = random(nodes + taps - 1, channels + 16, seed=seed).to(device, kind)[:, :channels]
     weight, bias = (random(channels, size, seed=seed + 1).to(device, kind) for size in (taps, 1))
-    given = inputs, tail, weight, bias[:, 0].contiguous() if seed % 3 else None, sources
+    given = inputs, weight, bias[:, 0].contiguous() if seed % 3 else None, sources
     found = recurrence.tree_convolution(*given, silu=seed % 2 == 0)
     wanted = recurrence.convolution_reference(*given, silu=seed % 2 == 0)
     limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[kind]

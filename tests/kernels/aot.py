@@ -418,9 +418,8 @@ def states(layers: int, shared: int, heads: int, keys: int, values: int, way: st
 
 def convolution(rows: int, channels: int, taps: int, dtype: str, silu: bool) -> None:
     inputs = torch.empty(rows, channels, dtype=getattr(torch, dtype))
-    weight, sources = inputs[:taps].t(), torch.empty(rows, taps - 1, dtype=torch.int64)
-    bias = None if silu else inputs[0]
-    recurrence.tree_convolution(inputs, inputs[: taps - 1], weight, bias, sources, silu=silu)
+    weight, sources = inputs[:taps].t(), torch.empty(rows, taps, dtype=torch.int64)
+    recurrence.tree_convolution(inputs, weight, None if silu else inputs[0], sources, silu=silu)
 
 
 CASES = {

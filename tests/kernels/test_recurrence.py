@@ -34,8 +34,8 @@ def test_the_ops_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in (8, 300):
         lineage = ops.Lineage(*(part.to(DEVICE) for part in ops.lineage_of(tree.ancestors, 3)))
         wide = torch.randn(9, 60, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        inputs, tail, weight = wide[:, :40], wide[:2, :40], wide[:3, 20:].t()
-        given = inputs, tail, weight, None, lineage.sources, True
+        inputs, weight = torch.cat([wide[:2], wide])[:, :40], wide[:3, 20:].t()
+        given = inputs, weight, None, lineage.sources, True
         torch.testing.assert_close(
             ops.tree_convolution(*given), ops.by_meaning(ops.tree_convolution, *given)
         )
@@ -47,8 +47,8 @@ def test_the_ops_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
             steps = ops.Steps(
                 key.new_zeros(9, 4), key.new_zeros(9, 2, keys), key.new_zeros(9, 4, 5)
             )
-            scalars, scratch = (wide[:, :4].sigmoid(), wide[:, 4:8]), key.new_zeros(9, 4, keys, 5)
-            out = run(ops.tree_recurrence, heads, scalars, state, lineage, steps, scratch, True)
+            scalars = wide[:, :4].sigmoid(), wide[:, 4:8]
+            out = run(ops.tree_recurrence, heads, scalars, state, lineage, steps, True)
             states, path = state[None].clone(), torch.arange(9, device=DEVICE)
             layers = ops.Steps(*(part[None] for part in steps))
             run(ops.advance_states, states, layers, path, all_kernels.number(3, DEVICE))
@@ -66,5 +66,5 @@ def test_other_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         recurrence.tree_recurrence(key, key, value, scalars, scalars, state, None, delta=True)
     rows = torch.ones(3, 4, device=DEVICE)
-    with pytest.raises(ValueError, match="tail"):
-        recurrence.tree_convolution(rows, rows, rows, None, rows[:, :2].long(), silu=True)
+    with pytest.raises(ValueError, match="weight"):
+        recurrence.tree_convolution(rows, rows, None, rows[:, :2].long(), silu=True)

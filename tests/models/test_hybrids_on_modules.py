@@ -151,8 +151,6 @@ def test_any_order_of_prompts_trees_paths_and_crops_leaves_the_states_of_the_tex
                 size = pick.randrange(1, 20)
                 tree = random_tree(step, size, VOCABULARY, root=pick.randrange(VOCABULARY))
                 one.verify(tree)
-                for states in one.cache.states:
-                    states.scratch.fill_(torch.nan)
                 if what == "tree":
                     path = [pick.randrange(len(tree))]
                     while path[0]:

@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def chain(rows: int, taps: int) -> Lineage:
-    places = torch.arange(1 - taps, rows).unfold(0, taps - 1, 1)[:rows].contiguous()
+    places = torch.arange(taps - 1 + rows).unfold(0, taps, 1).contiguous()
     return Lineage(None, None, places)
 
 
@@ -40,14 +40,13 @@ def rows_of(rows: int, shared: int, heads: int, keys: int, values: int) -> tuple
     )
 
 
-def memory_of(rows: int, shared: int, heads: int, keys: int, values: int) -> tuple[Steps, Tensor]:
+def steps_of(rows: int, shared: int, heads: int, keys: int, values: int) -> Steps:
     nan = torch.full((rows + 2, heads), torch.nan)
-    steps = Steps(
+    return Steps(
         nan,
         nan.new_full((rows + 2, shared, keys), torch.nan),
         nan.new_full((rows + 2, heads, values), torch.nan),
     )
-    return steps, nan.new_full((rows + 2, heads, keys, values), torch.nan)
 
 
 def alone(heads: tuple, scalars: tuple, state: Tensor, path: list[int], *, delta: bool) -> Tensor:
@@ -75,8 +74,8 @@ def test_a_row_gives_what_its_path_gives_alone(sizes: tuple[int, ...], delta: bo
     assert lineage.parents is not None
     assert lineage.parents.tolist() == parents
     heads, scalars, state = rows_of(*sizes)
-    before, (steps, scratch) = state.clone(), memory_of(*sizes)
-    outs = ops.tree_recurrence(heads, scalars, state, lineage, steps, scratch, delta)
+    before, steps = state.clone(), steps_of(*sizes)
+    outs = ops.tree_recurrence(heads, scalars, state, lineage, steps, delta)
     assert torch.equal(state, before)
     for row, path in enumerate(paths_of(parents)):
         expected = alone(heads, scalars, state, path, delta=delta)
@@ -85,7 +84,7 @@ def test_a_row_gives_what_its_path_gives_alone(sizes: tuple[int, ...], delta: bo
             continue
         picked = [tuple(part[path].contiguous() for part in group) for group in (heads, scalars)]
         own = state.clone()
-        in_text = ops.tree_recurrence(*picked, own, chain(len(path), 4), steps, scratch, delta)
+        in_text = ops.tree_recurrence(*picked, own, chain(len(path), 4), steps, delta)
         assert torch.equal(in_text[-1], outs[row])
         states, rows = state[None].clone(), torch.zeros(len(steps.decays), dtype=torch.int64)
         rows[: len(path)] = torch.tensor(path)
@@ -104,7 +103,8 @@ def test_a_convolution_reads_a_rows_path_and_the_text(taps: int, activate: bool)
     weight, bias = normal(channels, taps, seed=2), normal(channels, seed=3)
     lineage = ops.lineage_of(tree.ancestors, taps)
     for added in (None, bias):
-        found = ops.tree_convolution(inputs, tail, weight, added, lineage.sources, activate)
+        whole = torch.cat([tail, inputs])
+        found = ops.tree_convolution(whole, weight, added, lineage.sources, activate)
         for row, path in enumerate(paths_of(tree.parents.tolist())):
             text = torch.cat([tail, inputs[path]]).double()[-taps:].t()
             expected = conv1d(text, weight.double()[:, None], groups=channels)[:, 0]
@@ -112,17 +112,16 @@ def test_a_convolution_reads_a_rows_path_and_the_text(taps: int, activate: bool)
             expected = silu(expected) if activate else expected
             torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
             if row % 9 == 8:
-                own = inputs[path], tail, weight, added, chain(len(path), taps).sources, activate
-                in_text = ops.tree_convolution(*own)[-1]
+                own = torch.cat([tail, inputs[path]])
+                sources = chain(len(path), taps).sources
+                in_text = ops.tree_convolution(own, weight, added, sources, activate)[-1]
                 torch.testing.assert_close(in_text, found[row], atol=1e-6, rtol=1e-6)
 
 
 def test_rows_that_are_no_heads_of_one_layer_are_refused() -> None:
     heads, scalars, state = rows_of(3, 1, 2, 4, 5)
-    steps, scratch = memory_of(3, 1, 2, 4, 5)
+    steps = steps_of(3, 1, 2, 4, 5)
     with pytest.raises(InputError, match="state"):
-        ops.tree_recurrence(heads, scalars, state[:1], chain(3, 2), steps, scratch, True)
-    with pytest.raises(InputError, match="weight"):
-        ops.tree_convolution(
-            normal(3, 4), normal(2, 4), normal(4, 5), None, chain(3, 3).sources, True
-        )
+        ops.tree_recurrence(heads, scalars, state[:1], chain(3, 2), steps, True)
+    with pytest.raises(InputError, match="sources"):
+        ops.tree_convolution(normal(5, 4), normal(4, 5), None, chain(3, 3).sources, True)
