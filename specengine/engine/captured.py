@@ -250,7 +250,7 @@ class CapturedDriver(EagerDriver):
             verified.arrays, walked, nodes, counts, tree.tokens, record, longest
         )
         path = Nodes(record[end : end + longest], walked.live)
-        self.target.keep(path)
+        self.target.cache.keep(path)
         if self.drafter is not None and self.policy is not None:
             cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
             if self._learns_there():

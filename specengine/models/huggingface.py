@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine import ops
-from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
+from specengine.errors import (
+    SpecEngineError,
+    UnsupportedModelError,
+    require_or,
+    require_supported,
+)
 from specengine.models import SharedRows, fused
 from specengine.models.attention import (
     ATTENTION,
@@ -42,6 +46,7 @@ from specengine.models.kv_cache import (
     LaneTarget,
     Logits,
     Rows,
+    counted,
     in_own_dtype,
 )
 from specengine.models.loaded import Watch
@@ -56,7 +61,7 @@ from specengine.models.refusals import (
     refuse_unsupported,
 )
 from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
-from specengine.ops import Nodes, Slabs
+from specengine.ops import Slabs
 from specengine.ops.cuda_graphs import room
 from specengine.ops.tree import TokenTree
 
@@ -412,8 +417,8 @@ class CausalLM:
     def joins(self) -> bool:
         """Return whether rows of several texts can be one forward: layers read their own keys, by positions."""
         twin = self._twin
-        joinable = twin.own_keys and not twin.dense and not self.recurrent
-        return joinable and "position_ids" in twin.accepts
+        alone = twin.dense or self.recurrent or "position_ids" not in twin.accepts
+        return twin.own_keys and not alone
 
     @property
     def recurrent(self) -> bool:
@@ -441,10 +446,7 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        if self.recurrent or not self._layout.slabs:
-            return int(getattr(self.config, "num_hidden_layers", 0))
-        # layers that share keys keep none of their own
-        return self._layout.slabs[0][0] + (getattr(self.config, "num_kv_shared_layers", 0) or 0)
+        return int(getattr(self.config, "num_hidden_layers", 0))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -499,24 +501,18 @@ class CausalLM:
         logit_pieces: list[Tensor] = []
         feature_pieces: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(
-                tokens[first : first + PREFILL_ROWS], device=self.device, dtype=torch.int64
-            )
-            rows, length = len(piece), cache.length
-            cache.reserve(length + rows)
-            began = time.perf_counter()
-            places = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
-            keep = None if logits == "all" else slice(-1, None)
-            rated, states = self._runner.run(
-                piece,
-                places.clamp(max=self.max_context - 1),
-                cache,
-                Prompt(length),
-                features,
-                keep,
-            )
-            cache.length = length + rows
-            self.seconds += time.perf_counter() - began
+            piece = self.rows_of(tokens[first : first + PREFILL_ROWS], cache, features)
+            places = piece.positions.clamp(max=self.max_context - 1)
+            with counted(self):
+                rated, states = self._runner.run(
+                    piece.tokens,
+                    places,
+                    cache,
+                    piece.tree,
+                    features,
+                    None if logits == "all" else slice(-1, None),
+                )
+            cache.filled += len(places)
             logit_pieces = [*logit_pieces, rated] if logits == "all" else [rated[-1:]]
             if states is not None:
                 feature_pieces.append(states)
@@ -539,13 +535,10 @@ class CausalLM:
 
         On another device than a CPU all shapes are static and nothing is read by the host, so it can be captured.
         """
-        began = time.perf_counter()
-        self._note_places(cache, rows)
-        outputs = self._runner.run(
-            rows.tokens, rows.positions.clamp(max=self.max_context - 1), cache, rows, features, one
-        )
-        self.seconds += time.perf_counter() - began
-        return outputs
+        with counted(self):
+            self._note_places(cache, rows)
+            places = rows.positions.clamp(max=self.max_context - 1)
+            return self._runner.run(rows.tokens, places, cache, rows, features, one)
 
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
@@ -565,7 +558,6 @@ class CausalLM:
         slabs: by layer, where each text has one row, and its logits are wanted. Returns the logits of all that want
         them, and the features of all.
         """
-        began = time.perf_counter()
         batch = sorted(batch, key=lambda rows: rows.rated)  # logits are those of the last rows
         counts = [len(rows.tokens) for rows in batch]
         for rows in batch:
@@ -578,10 +570,10 @@ class CausalLM:
         features = max((rows.features for rows in batch), key=len)
         unrated = sum(len(rows.tokens) for rows in batch if not rows.rated)
         keep = torch.arange(unrated, len(tokens), dtype=torch.int64, device=self.device)
-        logits, states = self._runner.run(
-            tokens, positions, batch[0].cache, joined, features, keep if unrated else None
-        )
-        self.seconds += time.perf_counter() - began
+        with counted(self):
+            logits, states = self._runner.run(
+                tokens, positions, batch[0].cache, joined, features, keep if unrated else None
+            )
         end = 0
         for rows, count in zip(batch, counts, strict=True):
             first, end = end, end + count
@@ -607,8 +599,8 @@ class CausalLM:
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
         twin, faults = self._twin, list[str]()
-        if mixed := mixing(twin.modules):
-            raise NoTreesError(f"{model_name(self.model)}: {mixed}")
+        mixed = mixing(twin.modules)
+        require_or(NoTreesError, f"{model_name(self.model)}: {mixed}", not mixed)
         kinds = set(getattr(self.config, "layer_types", None) or ())
         ways = {  # whether the mask is dense, and whether there is one for each type of layers
             (False, False): twin.modules._can_set_attn_implementation(),
@@ -647,17 +639,19 @@ class CausalLM:
         self._twin.modules(input_ids=token, past_key_values=cache, use_cache=True)
         by_layer = recorded(cache)
         shapes = list(by_layer.values())
-        if not shapes:
-            raise NoTreesError(f"{model_name(self.model)}: it has no cache of keys and values")
+        require_or(
+            NoTreesError,
+            f"{model_name(self.model)}: it has no cache of keys and values",
+            bool(shapes),
+        )
         stored = {shape[3:] for shape in shapes}
-        in_order = sizes is not None or list(by_layer) == list(range(len(shapes)))
-        if len(stored) != 1 or not in_order:
-            raise NoTreesError(
-                f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
-                f"({sorted(map(str, stored))}); one dtype and device for all layers is needed"
-            )
-        ((dtype, _),) = stored
-        layout = CacheLayout.of([shape[:3] for shape in shapes], dtype, self.device)
+        require_or(
+            NoTreesError,
+            f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
+            f"({sorted(map(str, stored))}); one dtype and device for all layers is needed",
+            len(stored) == 1 and (sizes is not None or list(by_layer) == list(range(len(shapes)))),
+        )
+        layout = CacheLayout.of([shape[:3] for shape in shapes], shapes[0][3], self.device)
         return layout._replace(layers=tuple(by_layer), mixers=sizes) if sizes else layout
 
     def _tree_fault(self) -> str | None:
@@ -791,10 +785,6 @@ class HuggingFaceTarget(CachedTarget):
         running = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         return in_own_dtype(running, self.device.type)
 
-    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        rows = self._run(tree, greedy=False)
-        return cast(Tensor, rows.logits), rows.states
-
     def _rows(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
         """Return the nodes of a tree as rows after the committed tokens."""
         if ops.is_free(tree.size):
@@ -828,10 +818,6 @@ class HuggingFaceTarget(CachedTarget):
         features = super()._extend([*tokens, *[0] * padding])
         self.cache.crop(self.cache.length - padding)
         return features if features is None else features[: len(tokens)]
-
-    def keep(self, path: Nodes) -> None:
-        """Keep the accepted nodes of the tree verified last, as `commit` does. The caller sets `tokens` afterwards."""
-        self.cache.keep(path)
 
 
 class ModuleLane(LaneTarget, HuggingFaceTarget):

@@ -1,5 +1,6 @@
 """KVCache, the keys and values of all layers in one slab; the rows of a forward, and what runs them over it."""
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -390,8 +391,18 @@ class LanguageModel(Protocol):
         """Run tree rows; return the logits of all or of row `one`, int64 [1], and the features of all."""
 
 
+@contextmanager
+def counted(lm: Any) -> Iterator[None]:
+    """Add the seconds that pass within the context to those of a model's forwards."""
+    began = time.perf_counter()
+    yield
+    lm.seconds += time.perf_counter() - began
+
+
 class CachedTarget(Target):
-    """A target over a language model with the KV cache of one sequence."""
+    """A target over a language model with the KV cache of one sequence. A subclass runs trees by its `_run`."""
+
+    _run: Callable[..., Any]
 
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
@@ -444,16 +455,11 @@ class CachedTarget(Target):
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; return its features."""
-        after_mark = self._after_mark(len(tokens))
-        before = self._run_piece(tokens[: len(tokens) - after_mark])
+        end = len(tokens) - self._after_mark(len(tokens))
+        _, states = self.lm.extend(self.cache, tokens[:end], self._features, logits="none")
         self.cache.mark()
-        if not after_mark:
-            return before
-        last = self._run_piece(tokens[-after_mark:])
-        return None if before is None or last is None else torch.cat([before, last])
-
-    def _run_piece(self, tokens: list[int]) -> Tensor | None:
-        return self.lm.extend(self.cache, tokens, self._features, logits="none")[1]
+        _, last = self.lm.extend(self.cache, tokens[end:], self._features, logits="none")
+        return states if states is None or last is None else torch.cat([states, last])
 
     def rate(self, tokens: list[int]) -> Tensor:
         if not self.tokens:
@@ -462,6 +468,10 @@ class CachedTarget(Target):
         assert logits is not None
         self.tokens = [*self.tokens, *tokens]
         return logits
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        rows = self._run(tree, greedy=False)
+        return rows.logits, rows.states
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         self.cache.commit(path)

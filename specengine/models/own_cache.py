@@ -6,7 +6,6 @@ the copy holds it and nothing else, or can be cropped to it.
 """
 
 import copy
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from specengine.models.huggingface import (
     LongRopeTarget,
     switches,
 )
-from specengine.models.kv_cache import CacheLayout, Logits
+from specengine.models.kv_cache import CacheLayout, Logits, counted
 from specengine.models.refusals import (
     NoTreesError,
     errors_named,
@@ -138,11 +137,10 @@ class OwnCacheLM(CausalLM):
     ) -> tuple[Tensor | None, Tensor | None]:
         if not tokens:
             return None, None
-        began = time.perf_counter()
         alone = cache.length and self.fault is not None  # its modules may take one token at a time
         pieces = [[token] for token in tokens] if alone else [tokens]
-        ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
-        self.seconds += time.perf_counter() - began
+        with counted(self):
+            ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         states = [states for _, states in ran if states is not None]
         all_states = torch.cat(states) if states else None
         rated = [rows for rows, _ in (ran if logits == "all" else ran[-1:])]
@@ -215,17 +213,16 @@ class OwnCacheLM(CausalLM):
 
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
         """
-        began = time.perf_counter()
         paths = TreePaths(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
-        out = self._forward(
-            torch.tensor(rows, dtype=torch.int64, device=self.device),
-            paths.longest,
-            cache.copies(len(rows), self.device),
-            features,
-        )
+        with counted(self):
+            out = self._forward(
+                torch.tensor(rows, dtype=torch.int64, device=self.device),
+                paths.longest,
+                cache.copies(len(rows), self.device),
+                features,
+            )
         paths.held = out.held
-        self.seconds += time.perf_counter() - began
         states = None if out.states is None else out.states[paths.row, paths.depth]
         return out.logits[paths.row, paths.depth], states, paths
 

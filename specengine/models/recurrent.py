@@ -33,8 +33,6 @@ class RecurrentStates:
     lineage  of the rows of the forward under way
     """
 
-    lineage: Lineage
-
     def __init__(self, sizes: MixerSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes = sizes
         layers = len(sizes.layers)
@@ -166,13 +164,15 @@ def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor)
         *mixed, gate, b, a = module.fix_query_key_value_ordering(first, second)
         inputs, b, a = torch.cat([each.flatten(2) for each in mixed], -1)[0], b[0], a[0]
     else:
-        names = ("qkv", "z", "b", "a")
-        inputs, gate, b, a = (getattr(module, f"in_proj_{name}")(rows) for name in names)
+        inputs, gate, b, a = (
+            getattr(module, f"in_proj_{name}")(rows) for name in ("qkv", "z", "b", "a")
+        )
     sizes, count = states.sizes, len(rows)
     mixed = states.convolve(layer, module.conv1d, inputs, silu=True).split(
         [module.key_dim, module.key_dim, module.value_dim], -1
     )
-    query, key = (_unit(each.view(count, -1, sizes.key_size)) for each in mixed[:2])
+    wide = (each.view(count, -1, sizes.key_size).float() for each in mixed[:2])
+    query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in wide)
     value = mixed[2].view(count, -1, sizes.value_size).float()
     rates = -module.A_log.float().exp() * softplus(a.float() + module.dt_bias)
     heads = query * sizes.key_size**-0.5, key, value
@@ -180,12 +180,6 @@ def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor)
     outs = outs.to(rows.dtype).flatten(0, 1)
     normed = module.norm(outs, gate.reshape(outs.shape))
     return cast(Tensor, module.out_proj(normed.view(count, -1)))
-
-
-def _unit(heads: Tensor) -> Tensor:
-    """Return vectors of length 1, float32."""
-    wide = heads.float()
-    return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)
 
 
 def _mamba2(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> Tensor:
@@ -266,5 +260,5 @@ def _forward(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     states = getattr(cache, "recurrent", None)
     if states is None:
         return cast(Tensor, type(module).forward(module, hidden_states, **kwargs))
-    run, layer = FORWARDS[type(module).__name__], states.sizes.layers.index(module.layer_idx)
-    return run(module, states, layer, hidden_states[0])[None]
+    layer = states.sizes.layers.index(module.layer_idx)
+    return FORWARDS[type(module).__name__](module, states, layer, hidden_states[0])[None]

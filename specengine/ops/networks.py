@@ -425,9 +425,10 @@ def advance_states(states: Tensor, steps: Steps, path: Tensor, count: Tensor) ->
     """
     signature = "states: float32 [layers, heads, K, V]; path: int64 [rows]; count: int32 [1]"
     require(signature, states, path, count)
-    if run := kernels.advance_states[states.device]:
-        return run(states, steps, path, count)
-    groups = states.shape[1] // steps.keys.shape[2]
+    groups, run = states.shape[1] // steps.keys.shape[2], kernels.advance_states[states.device]
+    if run:
+        run(states, steps, path, count)
+        return
     for place in range(int(count) if is_free(count) else len(path)):
         decays, keys, updates = (
             rows.index_select(1, path[place : place + 1])[:, 0] for rows in steps

@@ -205,6 +205,35 @@ def test_scratch_can_be_taken_back_up_to_the_last_root(name: str) -> None:
         close(one.verify(after)[0], found)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_path_that_was_taken_back_leaves_nothing(name: str) -> None:
+    """The next path's rows are in place, so that the cache moves none of them."""
+    device = torch.device("cpu")
+    tree, after = TokenTree.of_lists([3, 4, 5], [-1, 0, 0], device), TokenTree.root(9, 1)
+    one = target(name)
+    with torch.inference_mode():
+        one.prefill(PROMPT[:20])
+        one.verify(tree)
+        one.commit(tree, [0, 2])
+        one.cache.crop(20)
+        one.tokens = one.tokens[:20]
+        one.verify(tree)
+        one.commit(tree, [0, 1])
+        found = one.verify(after)[0]
+        one.prefill([*PROMPT[:20], 3, 4], 0)
+        close(one.verify(after)[0], found)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
+def test_trees_run_in_half_precision_whatever_dtype_logits_have(name: str) -> None:
+    """Nemotron-H's modules give float32 logits of rounded states."""
+    model = tiny(name).to(torch.bfloat16)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[1, 2]])).logits
+    assert (logits.dtype == torch.float32) is (name == "nemotron_h")
+    assert CausalLM(model).recurrent
+
+
 def test_a_prompt_that_was_broken_off_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     one, runs = target("qwen3_next"), recurrent.FORWARDS["Qwen3NextGatedDeltaNet"]
 
