@@ -27,7 +27,7 @@ from specengine.models.huggingface import (
     ModuleLane,
     ModuleRows,
 )
-from specengine.models.kv_cache import Rows
+from specengine.models.kv_cache import Rows, counted
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import (
     WARM_UPS,
@@ -69,11 +69,6 @@ class Sent(NamedTuple):
 
     record: Tensor
     marks: tuple[Mark, Mark, Mark]
-
-    def received(self) -> Tensor:
-        """Return the record once it has arrived."""
-        self.marks[-1].wait()
-        return self.record
 
     def seconds(self, before: Mark | None) -> Seconds:
         """Return the times of the cycle once its record has arrived; before: the end of the one before it."""
@@ -204,10 +199,7 @@ class CapturedDriver(EagerDriver):
             return
         ends = self.policy.ends_early if number else self.policy.plan().patience
         with only_if(self.frontier.live > 0) if ends else nullcontext():
-            if number:
-                self._level()
-            else:
-                self._root()
+            (self._level if number else self._root)()
             self._passes_from(number + 1)
 
     def _source(self) -> Drafter:
@@ -238,7 +230,9 @@ class CapturedDriver(EagerDriver):
         rows: of the target's forward; 0: those of the largest tree.
         """
         tree, longest = self.tree, self.longest
-        nodes = self._kept(rows or self.budget)
+        ids, live = tree.root_alone() if self.policy is None else self.policy.keep(tree)
+        wide = ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows or self.budget)
+        nodes = Nodes(wide, live)
         verified = tree.subtree(nodes)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
@@ -258,11 +252,6 @@ class CapturedDriver(EagerDriver):
                 self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
         tree.restart()
 
-    def _kept(self, rows: int) -> Nodes:
-        """Return the nodes to verify, `rows` wide on a device."""
-        ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
-        return Nodes(ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows), live)
-
     # ---- a cycle, as the host starts it
 
     def _grow(self) -> str:
@@ -272,10 +261,9 @@ class CapturedDriver(EagerDriver):
 
         After `first` it reads only if the last tree had no draft pass: a root pass for nothing is rarer than a wait.
         """
-        if self.policy is None:
-            return "finish"
         if self.branched:
             self._run("tree")
+        if self.branched or self.policy is None:
             return "finish"
         alone = "plain" if self.rests else "finish"
         if self.policy.plan().patience:
@@ -310,8 +298,11 @@ class CapturedDriver(EagerDriver):
 
     def _reads(self) -> tuple[Tensor, ...]:
         cache, drafter = self.target.cache, self.drafter
-        states = [tensor for memory in cache.states for tensor in memory.reads]
-        return cache.slab, *states, *(drafter.reads if isinstance(drafter, CapturedDrafter) else ())
+        return (
+            cache.slab,
+            *(tensor for memory in cache.states for tensor in memory.reads),
+            *(drafter.reads if isinstance(drafter, CapturedDrafter) else ()),
+        )
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
@@ -518,12 +509,15 @@ class CapturedDriver(EagerDriver):
             while lane.reason is None:
                 number += 1
                 sent = ahead
-                self._follow(lane)
+                if lane.history.length > lane.room:  # larger caches, for another cycle
+                    with sharing(self.tree.device, self.target.running)():
+                        cycle.make_more_room(self, lane)
                 if (
                     lane.stopper.left > 1 and not follows
                 ):  # the cycle under way gives one token at least
                     ahead = self._start(number)
-                record = self._read(sent.received())
+                sent.marks[-1].wait()
+                record = self._read(sent.record)
                 drafted = record.length
                 if not record.accepted:
                     refuse_no_choice(None, lane.history.length)
@@ -554,17 +548,13 @@ class CapturedDriver(EagerDriver):
                     ahead = self._start(number)
         finally:
             tokens, cache = lane.history.ids[0].tolist()[:-1], self.target.cache
-            cache.length = len(tokens)  # cycles may have run beyond them
-            cache.crop(len(tokens))
-            self.target.tokens = tokens[: cache.length]
+            # cycles may have run beyond them
+            cache.length, self.target.tokens = len(tokens), tokens
+            if cache.states:
+                cache.crop(len(tokens))
+                self.target.tokens = tokens[: cache.length]
             if isinstance(self.drafter, CapturedDrafter):
                 self.drafter.ended(tokens, drafted)
-
-    def _follow(self, lane: Lane) -> None:
-        """Move to larger caches where a text has come to the end of its room."""
-        if lane.history.length > lane.room:
-            with sharing(self.tree.device, self.target.running)():
-                cycle.make_more_room(self, lane)
 
     def _plant(self, token: int) -> None:
         self.tree.restart()
@@ -632,16 +622,15 @@ class CapturedLanes:
             self._tokens[places[id(rows.cache)]].copy_(rows.tokens)
         features = max((rows.features for rows in batch), key=len)
         reads = [tensor for cache in caches for tensor in (cache.slab, cache.filled)]
-        began = time.perf_counter()
         try:
-            logits, states = self.graphs.run(
-                f"lanes {features}", [*reads, self._tables], partial(self.run, features)
-            )
+            with counted(lm):
+                logits, states = self.graphs.run(
+                    f"lanes {features}", [*reads, self._tables], partial(self.run, features)
+                )
         except CaptureError:
             self._failed = self._addresses
             lm.run_lanes(batch)
             return
-        lm.seconds += time.perf_counter() - began
         for rows in batch:
             place = places[id(rows.cache)]
             rows.logits = logits[place : place + 1]

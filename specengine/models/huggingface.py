@@ -219,9 +219,11 @@ class TwinModules:
     ) -> tuple[Tensor, Tensor | None]:
         """Return logits and features as Fused.run does; of a prompt, logits may be of more rows than are to be kept."""
         # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
-        arguments: dict[str, Any] = {"attention_mask": self.dummy_mask, "tree": tree}
-        if self.dense:
-            arguments = {"attention_mask": self._mask(cast(Any, tree), len(tokens))}
+        arguments: dict[str, Any] = (
+            {"attention_mask": self._mask(cast(Any, tree), len(tokens))}
+            if self.dense
+            else {"attention_mask": self.dummy_mask, "tree": tree}
+        )
         if keep is not None and self.keeps_rows:
             arguments["logits_to_keep"] = 1 if isinstance(keep, slice) else keep
         if features:
@@ -232,9 +234,8 @@ class TwinModules:
         for each in cache.states:
             each.begin(tree if isinstance(tree, Rows) else None, len(tokens), cache.filled)
         out = self.runs(input_ids=tokens[None], past_key_values=view, use_cache=True, **arguments)
-        logits, states = out.logits[0], None
-        if features:
-            states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1)
+        logits = out.logits[0]
+        states = torch.cat([out.hidden_states[i][0] for i in features], -1) if features else None
         left_in = isinstance(keep, Tensor) and not self.keeps_rows
         return logits.index_select(0, keep) if left_in else logits, states
 
@@ -278,7 +279,7 @@ class CausalLM:
     ) -> None:
         self._refuse(model)
         refuse_absent(model)
-        with errors_named(model):
+        with errors_named(f"{model_name(model)}: its forward fails on a few tokens"):
             refuse_looking_ahead(model)
         self.model, self.version = model, 0
         self.seconds = 0.0  # spent in model forwards, ever
@@ -350,9 +351,9 @@ class CausalLM:
     @property
     def modules(self) -> str:
         """Return how layers run: `fused`, `fused, merged products`, or `the model's own`."""
-        if isinstance(self._runner, TwinModules):
-            return "the model's own"
-        return "fused, merged products" if self._runner.merged else "fused"
+        runner = self._runner
+        fused_layers = "fused, merged products" if getattr(runner, "merged", False) else "fused"
+        return "the model's own" if isinstance(runner, TwinModules) else fused_layers
 
     def _fuse(self) -> None:
         """Take fused layers where the family has them, a backend runs their ops, and they give what the modules do."""
@@ -389,17 +390,14 @@ class CausalLM:
         tree = rows.tokens, rows.positions, _PaddedSlabView(cache, rows), rows
         for start, (ids, places, view, visibility) in ((0, prompt), (count, tree)):
             cache.length = start
-            arguments = {
-                "attention_mask": self._twin.dummy_mask,
-                "tree": visibility,
-                "output_hidden_states": True,
-            }
             out = self._twin.modules(
                 input_ids=ids[None],
                 position_ids=places[None],
                 past_key_values=view,
                 use_cache=True,
-                **arguments,
+                attention_mask=self._twin.dummy_mask,
+                tree=visibility,
+                output_hidden_states=True,
             )
             cache.slab[:, :, :, start : start + count] = 0.0
             if reason := fused_layers.difference(
@@ -417,8 +415,9 @@ class CausalLM:
     def joins(self) -> bool:
         """Return whether rows of several texts can be one forward: layers read their own keys, by positions."""
         twin = self._twin
-        alone = twin.dense or self.recurrent or "position_ids" not in twin.accepts
-        return twin.own_keys and not alone
+        return (
+            twin.own_keys and not (twin.dense or self.recurrent) and "position_ids" in twin.accepts
+        )
 
     @property
     def recurrent(self) -> bool:
@@ -514,8 +513,7 @@ class CausalLM:
                 )
             cache.filled += len(places)
             logit_pieces = [*logit_pieces, rated] if logits == "all" else [rated[-1:]]
-            if states is not None:
-                feature_pieces.append(states)
+            feature_pieces += [] if states is None else [states]
         all_logits = torch.cat(logit_pieces) if logit_pieces and logits != "none" else None
         return all_logits, torch.cat(feature_pieces) if feature_pieces else None
 
@@ -666,8 +664,11 @@ class CausalLM:
             return "a node's logits change with its sibling"
         # of rounding, half precision has plenty
         tolerance = 0.01 if self._layout.dtype == torch.float32 else 0.25
-        differs = not (path - tree).abs().max() <= tolerance * effect
-        return "a node's logits differ from those of its path alone" if differs else None
+        return (
+            None
+            if (path - tree).abs().max() <= tolerance * effect
+            else "a node's logits differ from those of its path alone"
+        )
 
     def _window_fault(self) -> str | None:
         """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""
@@ -696,13 +697,16 @@ class CausalLM:
         logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         cache.commit([0, 2])
         after, _ = self.extend(cache, ids[4:], logits="all")
-        text = torch.tensor([ids], dtype=torch.int64, device=self.device)
-        expected = self._twin.modules(input_ids=text).logits[0, [2, 3, 4, 4, 5, 6]]
+        expected = self._twin.modules(
+            input_ids=torch.tensor([ids], dtype=torch.int64, device=self.device)
+        ).logits[0, [2, 3, 4, 4, 5, 6]]
         computed = torch.cat([logits[[0, 2, 3]], cast(Tensor, after)])
         close = sum(map(self.is_close, computed, expected))
-        # in half precision rounding moves a token far, now and then
-        enough = close >= (len(expected) if self.dtype == torch.float32 else 4)
-        return None if enough else "its recurrent layers give other logits than their modules"
+        return (
+            None  # in half precision rounding moves a token far, now and then
+            if close >= (len(expected) if self.dtype == torch.float32 else 4)
+            else "its recurrent layers give other logits than their modules"
+        )
 
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
         tree = TokenTree.of_lists(tokens, parents, self.device)
@@ -792,8 +796,9 @@ class HuggingFaceTarget(CachedTarget):
         if ops.is_free(self.cache.filled):
             self.cache.reserve(self.cache.length + tree.capacity + self.strict_rows)
         rows = Rows.of(tree, self.cache.filled)
-        text = rows.tokens, rows.positions, self.cache, rows, self._features
-        return ModuleRows(self.lm, *text, rated=True)
+        return ModuleRows(
+            self.lm, rows.tokens, rows.positions, self.cache, rows, self._features, rated=True
+        )
 
     def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
         batch = self._rows(tree, greedy=greedy)

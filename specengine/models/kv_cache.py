@@ -95,8 +95,7 @@ class KVCache:
         self, number: int, first: int = 0, end: int | None = None, slab: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer of a slab, [1, KV heads, slots, head size] each, as views."""
-        if self.layout.layers:
-            number = self.layout.layers.index(number)
+        number = self.layout.layers.index(number) if self.layout.layers else number
         both = self.slabs[slab][number, :, None, :, first:end]
         # not unpacked: parts of an unpacked view may not be written to where autograd runs
         keys, values = both[0], both[1]
@@ -509,7 +508,7 @@ class LaneTarget(CachedTarget):
 
     def _run(self, tree: TokenTree, *, greedy: bool) -> Any:
         rows, self._asked = self._asked, None
-        return rows or super()._run(tree, greedy=greedy)  # type: ignore[misc]
+        return rows or super()._run(tree, greedy=greedy)
 
     def reset(self) -> None:
         super().reset()

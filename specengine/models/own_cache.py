@@ -6,6 +6,7 @@ the copy holds it and nothing else, or can be cropped to it.
 """
 
 import copy
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from specengine.models.refusals import (
     NoTreesError,
     errors_named,
     mixing,
+    model_name,
     refuse_others,
 )
 from specengine.ops.tree import TokenTree, path_of
@@ -44,12 +46,16 @@ _UNSURE = dict.fromkeys(
 )
 
 
+@dataclass(eq=False)
 class OwnCache:
-    """A model's own cache of one sequence. `tokens` are those that it has taken in."""
+    """A model's own cache of one sequence.
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.held: dict[str, Any] = {}  # caches by the name that the model's forward has for them
+    tokens  those that it has taken in
+    held    caches by the name that the model's forward has for them
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    held: dict[str, Any] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -116,7 +122,10 @@ class OwnCacheLM(CausalLM):
     def _choose_attention(self) -> None:
         self._layout = CacheLayout((), self.dtype)  # its own cache has none that is known
         self.fault: str | None = "untried"
-        with errors_named(self.model), torch.inference_mode():  # as answers run
+        with (
+            errors_named(f"{model_name(self.model)}: its forward fails on a few tokens"),
+            torch.inference_mode(),  # as answers run
+        ):
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
         self.mixes = mixing(self._twin.modules)
         unsure = next(
@@ -229,11 +238,8 @@ class OwnCacheLM(CausalLM):
     def keep(self, cache: OwnCache, paths: "TreePaths", path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = next(n for n, nodes in enumerate(paths.nodes) if nodes[: len(path)] == path)
-        accepted = OwnCache()
-        accepted.tokens, accepted.held = (
-            [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))],
-            paths.held,
-        )
+        padded = [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))]
+        accepted = OwnCache(padded, paths.held)
         if len(path) < paths.longest and not accepted.croppable:
             self.extend(cache, tokens, logits="none")
             return

@@ -98,8 +98,10 @@ class RecurrentStates:
 
     def begin(self, rows: Rows | None, count: int, filled: Tensor) -> None:
         """Make ready for the rows of a tree, or for the next `count` tokens of the text, which count as folded."""
-        whole = (rows is not None and not ops.is_free(filled)) or int(filled) >= int(self.folded)
-        require_supported("memory: a prompt was broken off; crop it", whole)
+        require_supported(
+            "memory: a prompt was broken off; crop it",
+            (rows is not None and not ops.is_free(filled)) or int(filled) >= int(self.folded),
+        )
         self.settle(filled, 0 if rows is None else count)
         if rows is not None:
             self.lineage = ops.lineage_of(rows.words, self.sizes.taps)
@@ -131,8 +133,9 @@ class RecurrentStates:
             tail.copy_(rows[len(inputs) :])
         else:
             rows[len(tail) :] = inputs
-        weight, bias = convolution.weight[:, 0], convolution.bias
-        return ops.tree_convolution(rows, weight, bias, self.lineage.sources, silu)
+        return ops.tree_convolution(
+            rows, convolution.weight[:, 0], convolution.bias, self.lineage.sources, silu
+        )
 
     def recur(
         self,
@@ -143,8 +146,14 @@ class RecurrentStates:
         delta: bool,
     ) -> Tensor:
         """Return what the states of a layer's rows give, float32 [n, heads, value size], by `ops.tree_recurrence`."""
-        steps = Steps(*(each[layer] for each in self.steps))
-        return ops.tree_recurrence(heads, scalars, self.states[layer], self.lineage, steps, delta)
+        return ops.tree_recurrence(
+            heads,
+            scalars,
+            self.states[layer],
+            self.lineage,
+            Steps(*(each[layer] for each in self.steps)),
+            delta,
+        )
 
 
 # ---- modules
@@ -198,8 +207,8 @@ def _mamba2(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> T
     decays = (-module.A_log.float().exp() * rates).exp()
     outs = states.recur(layer, (query, key, value), (decays, rates), delta=False)
     outs = (outs + value * module.D[:, None]).view(1, count, -1)
-    plain = isinstance(module.norm, nn.Identity)
-    normed = outs * silu(gate) if plain else module.norm(outs, gate[None])
+    ungated = isinstance(module.norm, nn.Identity)
+    normed = outs * silu(gate) if ungated else module.norm(outs, gate[None])
     return cast(Tensor, module.out_proj(normed[0].to(rows.dtype)))
 
 
@@ -241,10 +250,10 @@ def sizes_of(model: nn.Module) -> MixerSizes | None:
     sizes, mixers = set[MixerSizes](), _mixers(model)
     layers = tuple(module.layer_idx for module in mixers)
     for module in mixers:
-        convolution = module.conv1d if hasattr(module, "conv1d") else module.conv
+        taken = module.conv1d if hasattr(module, "conv1d") else module.conv
         fields = HEADS.get(FORWARDS[type(module).__name__], ())
-        channels, taps = convolution.in_channels, convolution.kernel_size[0]
-        sizes.add(MixerSizes(layers, channels, taps, *(getattr(module, name) for name in fields)))
+        heads = (getattr(module, name) for name in fields)
+        sizes.add(MixerSizes(layers, taken.in_channels, taken.kernel_size[0], *heads))
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -257,8 +266,7 @@ def serve(twin: PreTrainedModel) -> PreTrainedModel:
 
 def _forward(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
-    states = getattr(cache, "recurrent", None)
-    if states is None:
+    if (states := getattr(cache, "recurrent", None)) is None:
         return cast(Tensor, type(module).forward(module, hidden_states, **kwargs))
     layer = states.sizes.layers.index(module.layer_idx)
     return FORWARDS[type(module).__name__](module, states, layer, hidden_states[0])[None]

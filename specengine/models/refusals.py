@@ -25,17 +25,15 @@ class NoTreesError(UnsupportedModelError):
 
 
 @contextmanager
-def errors_named(model: PreTrainedModel) -> Iterator[None]:
-    """Raise UnsupportedModelError for what its own modules raise: those of any kind may raise anything."""
+def errors_named(what: str) -> Iterator[None]:
+    """Raise UnsupportedModelError, `what` and the reason, for whatever modules raise: some may raise anything."""
     try:
         yield
     except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"{model_name(model)}: its forward fails on a few tokens ({type(error).__name__}: {text:.300})"
-        ) from error
+        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {text:.300})") from error
 
 
 # Types of layers whose state cannot be taken back, in words.

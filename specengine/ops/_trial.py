@@ -300,10 +300,11 @@ def _tree_recurrence(device: torch.device) -> Inputs:
     lineage, state = lineage_of(_tree(device, 5)[5], 4), _wave(device, HEADS, SIZE, SIZE)
     key, value = _wave(device, ROWS, 2, SIZE) / SIZE, _wave(device, ROWS, HEADS, SIZE)
     decays = _wave(device, ROWS, HEADS).sigmoid()
-    rows = (key, key, value), (decays, 1 - decays), state
-    steps = Steps(decays * 0, key * 0, value * 0)
-    ways = (lineage, True), (lineage._replace(parents=None), False)
-    return [(*rows, way, steps, delta) for way, delta in ways]
+    heads, scalars, steps = (key, key, value), (decays, 1 - decays), Steps(decays, key, value)
+    return [
+        (heads, scalars, state, lineage, steps, True),
+        (heads, scalars, state, lineage._replace(parents=None), steps, False),
+    ]
 
 
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second

@@ -123,8 +123,14 @@ def beam_observation(
     """
     if run := native.beam_observation[scores.device]:
         return run(scores, depths, live, expansions, context, window)
-    signature = "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]"
-    require(signature, scores, depths, live, expansions, context)
+    require(
+        "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]",
+        scores,
+        depths,
+        live,
+        expansions,
+        context,
+    )
     refuse_unless(window.pad <= 0, "pad", "0 or less", window.pad)
     width, device = window.width, scores.device
     first = (width + (expansions.long() - 1) * width**2) * (window.last & (expansions > 0))
@@ -165,8 +171,11 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
 
 
 def _require_network(net: Sequence[Tensor], inputs: int) -> None:
-    names = "hidden weight: float32 [hidden, INPUTS]; hidden bias: float32 [hidden]; output weight: float32 [1, hidden]"
-    require(f"{names}; output bias: float32 [1]".replace("INPUTS", str(inputs)), *net)
+    require(
+        f"hidden weight: float32 [hidden, {inputs}]; hidden bias: float32 [hidden]; "
+        "output weight: float32 [1, hidden]; output bias: float32 [1]",
+        *net,
+    )
     refuse_unless(all(part.is_contiguous() for part in net), "net", "contiguous tensors", *net)
 
 
@@ -352,9 +361,9 @@ def tree_convolution(
     [channels, taps]; bias: [channels]; sources: int64 [n, taps], as in Lineage; activate: whether SiLU follows. Sums
     are float32, rounded before SiLU and after it. Returns [n, channels].
     """
-    signature = "inputs: floating [m, channels]; weight: floating [channels, taps]"
     require(
-        f"{signature}; bias: floating [channels]; sources: int64 [n, taps]",
+        "inputs: floating [m, channels]; weight: floating [channels, taps]; "
+        "bias: floating [channels]; sources: int64 [n, taps]",
         *(inputs, weight, bias, sources),
     )
     if run := kernels.tree_convolution[inputs.device]:
@@ -385,17 +394,17 @@ def tree_recurrence(
     Sources: Gated Delta Networks, equation 10; Mamba-2, equation 16.
     """
     (query, key, value), (decays, rates) = heads, scalars
-    signature = (
-        "query: float32 [n, shared, K]; key: float32 [n, shared, K]; value: float32 [n, heads, V]"
-    )
     require(
-        f"{signature}; decays: float32 [n, heads]; rates: float32 [n, heads]; state: float32 [heads, K, V]",
+        "query: float32 [n, shared, K]; key: float32 [n, shared, K]; value: float32 [n, heads, V]; "
+        "decays: float32 [n, heads]; rates: float32 [n, heads]; state: float32 [heads, K, V]",
         *(query, key, value, decays, rates, state),
     )
     if run := kernels.tree_recurrence[query.device]:
         return run(heads, scalars, state, lineage, steps, delta)
-    groups = value.shape[1] // key.shape[1]
-    keys, queries = (rows.repeat_interleave(groups, 1)[..., None] for rows in (key, query))
+    keys, queries = (
+        rows.repeat_interleave(value.shape[1] // rows.shape[1], 1)[..., None]
+        for rows in (key, query)
+    )
     outs, updates, last, parents = list[Tensor](), list[Tensor](), state, lineage.parents
     states = state.new_empty(0 if parents is None else len(query), *state.shape)
     for row in range(len(query)):
@@ -423,16 +432,19 @@ def advance_states(states: Tensor, steps: Steps, path: Tensor, count: Tensor) ->
     states: float32 [layers, heads, K, V]; steps: of each layer, [layers, rows, ...]; path: int64 [rows], of which the
     first `count`, int32 [1], are accepted, ascending. No host read but on a CPU, so it can be captured.
     """
-    signature = "states: float32 [layers, heads, K, V]; path: int64 [rows]; count: int32 [1]"
-    require(signature, states, path, count)
-    groups, run = states.shape[1] // steps.keys.shape[2], kernels.advance_states[states.device]
-    if run:
+    require(
+        "states: float32 [layers, heads, K, V]; path: int64 [rows]; count: int32 [1]",
+        states,
+        path,
+        count,
+    )
+    if run := kernels.advance_states[states.device]:
         run(states, steps, path, count)
         return
     for place in range(int(count) if is_free(count) else len(path)):
         decays, keys, updates = (
             rows.index_select(1, path[place : place + 1])[:, 0] for rows in steps
         )
-        wide = keys.repeat_interleave(groups, 1)[..., None]
+        wide = keys.repeat_interleave(states.shape[1] // keys.shape[1], 1)[..., None]
         after = states * decays[..., None, None] + wide * updates[:, :, None]
         states.copy_(torch.where(place < count, after, states))

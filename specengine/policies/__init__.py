@@ -291,8 +291,8 @@ def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: 
 
 def require_nodes(policy: TreePolicy, method: str, nodes: Any, tree: TokenTree) -> None:
     """Raise PolicyError where a method returned nodes that the tree does not have."""
-    if (fault := fault_of_nodes(nodes, tree)) is not None:
-        raise PolicyError(f"{name_of(policy)}: {method} returned {fault}")
+    fault = fault_of_nodes(nodes, tree)
+    require_or(PolicyError, f"{name_of(policy)}: {method} returned {fault}", fault is None)
 
 
 def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
