@@ -10,7 +10,7 @@ logits, and walks itself.
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -220,10 +220,6 @@ class CapturedDriver(EagerDriver):
     ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
-    def _plain(self) -> None:
-        """Finish a tree that is its root alone, in one row."""
-        self._finish(1)
-
     def _finish(self, rows: int = 0) -> None:
         """Run the target over the tree, walk down, commit in both caches, write the record and set the next root.
 
@@ -251,6 +247,8 @@ class CapturedDriver(EagerDriver):
                 chosen = record[NUMBERS:end]
                 self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
         tree.restart()
+
+    _plain = partialmethod(_finish, 1)  # of a tree that is its root alone, in one row
 
     # ---- a cycle, as the host starts it
 
@@ -509,9 +507,7 @@ class CapturedDriver(EagerDriver):
             while lane.reason is None:
                 number += 1
                 sent = ahead
-                if lane.history.length > lane.room:  # larger caches, for another cycle
-                    with sharing(self.tree.device, self.target.running)():
-                        cycle.make_more_room(self, lane)
+                self._follow(lane)
                 if (
                     lane.stopper.left > 1 and not follows
                 ):  # the cycle under way gives one token at least
@@ -555,6 +551,12 @@ class CapturedDriver(EagerDriver):
                 self.target.tokens = tokens[: cache.length]
             if isinstance(self.drafter, CapturedDrafter):
                 self.drafter.ended(tokens, drafted)
+
+    def _follow(self, lane: Lane) -> None:
+        """Move to larger caches where a text has come to the end of its room."""
+        if lane.history.length > lane.room:
+            with sharing(self.tree.device, self.target.running)():
+                cycle.make_more_room(self, lane)
 
     def _plant(self, token: int) -> None:
         self.tree.restart()

@@ -35,14 +35,13 @@ class RecurrentStates:
 
     def __init__(self, sizes: MixerSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes = sizes
-        layers = len(sizes.layers)
         self.states = torch.zeros(
-            (layers, sizes.heads, sizes.key_size, sizes.value_size),
+            (len(sizes.layers), sizes.heads, sizes.key_size, sizes.value_size),
             dtype=torch.float32,
             device=device,
         )
         self.tails = torch.zeros(
-            (layers, sizes.taps - 1, sizes.channels), dtype=dtype, device=device
+            (len(sizes.layers), sizes.taps - 1, sizes.channels), dtype=dtype, device=device
         )
         self.folded = torch.zeros(1, dtype=torch.int32, device=device)
         self._allocate(0)
@@ -162,8 +161,10 @@ class RecurrentStates:
 def _short_convolution(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> Tensor:
     """Run LFM2's: a gate times a convolution of inputs that another gate has multiplied."""
     first, gate, values = module.in_proj(rows).chunk(3, -1)
-    mixed = states.convolve(layer, module.conv, first * values, silu=False)
-    return cast(Tensor, module.out_proj(gate * mixed))
+    return cast(
+        Tensor,
+        module.out_proj(gate * states.convolve(layer, module.conv, first * values, silu=False)),
+    )
 
 
 def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> Tensor:
@@ -187,8 +188,9 @@ def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor)
     heads = query * sizes.key_size**-0.5, key, value
     outs = states.recur(layer, heads, (rates.exp(), b.sigmoid().float()), delta=True)
     outs = outs.to(rows.dtype).flatten(0, 1)
-    normed = module.norm(outs, gate.reshape(outs.shape))
-    return cast(Tensor, module.out_proj(normed.view(count, -1)))
+    return cast(
+        Tensor, module.out_proj(module.norm(outs, gate.reshape(outs.shape)).view(count, -1))
+    )
 
 
 def _mamba2(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> Tensor:
