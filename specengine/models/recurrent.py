@@ -209,8 +209,9 @@ def _mamba2(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> T
     decays = (-module.A_log.float().exp() * rates).exp()
     outs = states.recur(layer, (query, key, value), (decays, rates), delta=False)
     outs = (outs + value * module.D[:, None]).view(1, count, -1)
-    ungated = isinstance(module.norm, nn.Identity)
-    normed = outs * silu(gate) if ungated else module.norm(outs, gate[None])
+    normed = (
+        outs * silu(gate) if isinstance(module.norm, nn.Identity) else module.norm(outs, gate[None])
+    )
     return cast(Tensor, module.out_proj(normed[0].to(rows.dtype)))
 
 
