@@ -445,7 +445,12 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        return int(getattr(self.config, "num_hidden_layers", 0))
+        return (
+            # layers that share keys keep none of their own
+            self._layout.slabs[0][0] + (getattr(self.config, "num_kv_shared_layers", 0) or 0)
+            if self._layout.slabs and not self.recurrent
+            else int(getattr(self.config, "num_hidden_layers", 0))
+        )
 
     @property
     def dtype(self) -> torch.dtype:
