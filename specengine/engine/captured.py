@@ -226,9 +226,7 @@ class CapturedDriver(EagerDriver):
         rows: of the target's forward; 0: those of the largest tree.
         """
         tree, longest = self.tree, self.longest
-        ids, live = tree.root_alone() if self.policy is None else self.policy.keep(tree)
-        wide = ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows or self.budget)
-        nodes = Nodes(wide, live)
+        nodes = self._kept(rows or self.budget)
         verified = tree.subtree(nodes)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
@@ -247,6 +245,11 @@ class CapturedDriver(EagerDriver):
                 chosen = record[NUMBERS:end]
                 self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
         tree.restart()
+
+    def _kept(self, rows: int) -> Nodes:
+        """Return the nodes to verify, `rows` wide on a device."""
+        ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
+        return Nodes(ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows), live)
 
     _plain = partialmethod(_finish, 1)  # of a tree that is its root alone, in one row
 
