@@ -245,7 +245,7 @@ class CycleParts:
         def commit() -> tuple[Nodes, Tensor]:
             path = Nodes(ops.padded(walked.nodes, driver.longest), walked.live)
             tokens = verified.tokens.index_select(0, path.ids)
-            target.keep(path)
+            target.cache.keep(path)
             if driver.drafter is not None and driver.policy is not None:
                 cast(EagleDraft, driver.drafter).take(tokens, path, features)
             return path, tokens

@@ -17,6 +17,7 @@ from specengine.errors import (
     UnsupportedModelError,
     did_you_mean,
     require_input,
+    require_or,
     require_supported,
 )
 from specengine.models import Target, common_prefix
@@ -167,6 +168,11 @@ class SmallModel(RowDraft):
         native = isinstance(model, NativeLM)
         try:
             self.lm: LanguageModel = model if native else CausalLM(model, pack=pack, merge=merge)
+            require_or(
+                NoTreesError,
+                f"{model.config.model_type}: recurrent states on transformers' modules serve a target, no draft",
+                not getattr(self.lm, "recurrent", False),
+            )
         except NoTreesError as refused:
             # the native forward keeps the states of recurrent layers by node
             try:

@@ -10,7 +10,7 @@ logits, and walks itself.
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +28,7 @@ from specengine.models.huggingface import (
     ModuleRows,
     padded_width,
 )
-from specengine.models.kv_cache import Rows
+from specengine.models.kv_cache import Rows, counted
 from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import (
     WARM_UPS,
@@ -70,11 +70,6 @@ class Sent(NamedTuple):
 
     record: Tensor
     marks: tuple[Mark, Mark, Mark]
-
-    def received(self) -> Tensor:
-        """Return the record once it has arrived."""
-        self.marks[-1].wait()
-        return self.record
 
     def seconds(self, before: Mark | None) -> Seconds:
         """Return the times of the cycle once its record has arrived; before: the end of the one before it."""
@@ -205,10 +200,7 @@ class CapturedDriver(EagerDriver):
             return
         ends = self.policy.ends_early if number else self.policy.plan().patience
         with only_if(self.frontier.live > 0) if ends else nullcontext():
-            if number:
-                self._level()
-            else:
-                self._root()
+            (self._level if number else self._root)()
             self._passes_from(number + 1)
 
     def _source(self) -> Drafter:
@@ -229,10 +221,6 @@ class CapturedDriver(EagerDriver):
     ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
-    def _plain(self) -> None:
-        """Finish a tree that is its root alone, in one row."""
-        self._finish(1)
-
     def _finish(self, rows: int = 0) -> None:
         """Run the target over the tree, walk down, commit in both caches, write the record and set the next root.
 
@@ -251,7 +239,7 @@ class CapturedDriver(EagerDriver):
             verified.arrays, walked, nodes, counts, tree.tokens, record, longest
         )
         path = Nodes(record[end : end + longest], walked.live)
-        self.target.keep(path)
+        self.target.cache.keep(path)
         if self.drafter is not None and self.policy is not None:
             cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
             if self._learns_there():
@@ -264,6 +252,8 @@ class CapturedDriver(EagerDriver):
         ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
         return Nodes(ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows), live)
 
+    _plain = partialmethod(_finish, 1)  # of a tree that is its root alone, in one row
+
     # ---- a cycle, as the host starts it
 
     def _grow(self) -> str:
@@ -273,10 +263,9 @@ class CapturedDriver(EagerDriver):
 
         After `first` it reads only if the last tree had no draft pass: a root pass for nothing is rarer than a wait.
         """
-        if self.policy is None:
-            return "finish"
         if self.branched:
             self._run("tree")
+        if self.branched or self.policy is None:
             return "finish"
         alone = "plain" if self.rests else "finish"
         if self.policy.plan().patience:
@@ -310,8 +299,11 @@ class CapturedDriver(EagerDriver):
         return name + " coupled" if sampler.couples and name in ("tree", "root", "level") else name
 
     def _reads(self) -> tuple[Tensor, ...]:
-        return self.target.cache.slab, *(
-            self.drafter.reads if isinstance(self.drafter, CapturedDrafter) else ()
+        cache, drafter = self.target.cache, self.drafter
+        return (
+            cache.slab,
+            *(tensor for memory in cache.states for tensor in memory.reads),
+            *(drafter.reads if isinstance(drafter, CapturedDrafter) else ()),
         )
 
     def _capture(self, *names: str) -> None:
@@ -359,6 +351,8 @@ class CapturedDriver(EagerDriver):
 
     def _lasting(self) -> Iterator[Tensor]:
         """Yield the tensors that outlive a cycle."""
+        for memory in self.target.cache.states:
+            yield from memory.reads
         if isinstance(self.drafter, CapturedDrafter):
             yield from self.drafter.state
         if self.policy is not None:
@@ -397,6 +391,8 @@ class CapturedDriver(EagerDriver):
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
+        for memory in self.target.cache.states:
+            memory.settle(self.target.cache.filled, self.budget)
         coupled = self.drafter if self.grows_there else None
         self._sampler.take(sampler, coupled, chooses=self.serves(sampler))
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
@@ -520,7 +516,8 @@ class CapturedDriver(EagerDriver):
                     lane.stopper.left > 1 and not follows
                 ):  # the cycle under way gives one token at least
                     ahead = self._start(number)
-                record = self._read(sent.received())
+                sent.marks[-1].wait()
+                record = self._read(sent.record)
                 drafted = record.length
                 if not record.accepted:
                     refuse_no_choice(None, lane.history.length)
@@ -550,8 +547,12 @@ class CapturedDriver(EagerDriver):
                 if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:
-            tokens = lane.history.ids[0].tolist()[:-1]
-            self.target.cache.length, self.target.tokens = len(tokens), tokens
+            tokens, cache = lane.history.ids[0].tolist()[:-1], self.target.cache
+            # cycles may have run beyond them
+            cache.length, self.target.tokens = len(tokens), tokens
+            if cache.states:
+                cache.crop(len(tokens))
+                self.target.tokens = tokens[: cache.length]
             if isinstance(self.drafter, CapturedDrafter):
                 self.drafter.ended(tokens, drafted)
 
@@ -632,18 +633,17 @@ class CapturedLanes:
             self._take(places[id(rows.cache)], rows)
         features = max((rows.features for rows in batch), key=len)
         reads = [tensor for cache in caches for tensor in (cache.slab, cache.filled)]
-        began = time.perf_counter()
         try:
-            logits, states = self.graphs.run(
-                f"lanes of {width} {features}",
-                [*reads, self._tables],
-                partial(self.run, features, width),
-            )
+            with counted(lm):
+                logits, states = self.graphs.run(
+                    f"lanes of {width} {features}",
+                    [*reads, self._tables],
+                    partial(self.run, features, width),
+                )
         except CaptureError:
             self._failed = self._addresses
             lm.run_lanes(batch)
             return
-        lm.seconds += time.perf_counter() - began
         for rows in batch:
             first = width * places[id(rows.cache)]
             last = first + len(rows.tokens)

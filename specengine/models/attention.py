@@ -82,8 +82,11 @@ class Joined:
     @property
     def at_once(self) -> bool:
         """Return whether one operation attends for several texts: `slabs` are there, and no layer slides."""
-        several = bool(self.slabs) and len(self.caches) > 1
-        return several and all(cast(Rows, rows).places is None for rows in self.trees)
+        return (
+            bool(self.slabs)
+            and len(self.caches) > 1
+            and all(cast(Rows, rows).places is None for rows in self.trees)
+        )
 
 
 class NeedsDenseMask(Exception):
@@ -165,8 +168,11 @@ def flash_attention() -> Callable[..., Tensor] | None:
 
 
 def flash_takes(query: Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] <= LARGEST_FLASH_HEAD
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= LARGEST_FLASH_HEAD
+    )
 
 
 def prompt_attention(

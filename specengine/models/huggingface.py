@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine import ops
-from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
+from specengine.errors import (
+    SpecEngineError,
+    UnsupportedModelError,
+    require_or,
+    require_supported,
+)
 from specengine.models import SharedRows, fused
 from specengine.models.attention import (
     ATTENTION,
@@ -42,9 +46,11 @@ from specengine.models.kv_cache import (
     LaneTarget,
     Logits,
     Rows,
+    counted,
     in_own_dtype,
 )
 from specengine.models.loaded import Watch
+from specengine.models.recurrent import RecurrentStates, serve, sizes_of
 from specengine.models.refusals import (
     NoTreesError,
     errors_named,
@@ -55,7 +61,7 @@ from specengine.models.refusals import (
     refuse_unsupported,
 )
 from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
-from specengine.ops import Nodes, Slabs
+from specengine.ops import Slabs
 from specengine.ops.cuda_graphs import room
 from specengine.ops.tree import TokenTree
 
@@ -69,6 +75,7 @@ class _SlabView(Cache):
     def __init__(self, cache: KVCache, start: int, rows: int) -> None:
         super().__init__(layers=[])
         self.cache, self.start, self.stop = cache, start, start + rows
+        self.recurrent = next(iter(cache.states), None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -132,7 +139,7 @@ def recorded(cache: DynamicCache) -> dict[int, tuple[Any, ...]]:
             layer.keys.device,
         )
         for number, layer in enumerate(cast(Any, cache).layers)
-        if layer.is_initialized
+        if getattr(layer, "keys", None) is not None
     }
 
 
@@ -212,9 +219,11 @@ class TwinModules:
     ) -> tuple[Tensor, Tensor | None]:
         """Return logits and features as Fused.run does; of a prompt, logits may be of more rows than are to be kept."""
         # A 4D mask makes the model skip its own mask building; `tree` carries the real one.
-        arguments: dict[str, Any] = {"attention_mask": self.dummy_mask, "tree": tree}
-        if self.dense:
-            arguments = {"attention_mask": self._mask(cast(Any, tree), len(tokens))}
+        arguments: dict[str, Any] = (
+            {"attention_mask": self._mask(cast(Any, tree), len(tokens))}
+            if self.dense
+            else {"attention_mask": self.dummy_mask, "tree": tree}
+        )
         if keep is not None and self.keeps_rows:
             arguments["logits_to_keep"] = 1 if isinstance(keep, slice) else keep
         if features:
@@ -222,10 +231,11 @@ class TwinModules:
         if "position_ids" in self.accepts:
             arguments["position_ids"] = positions[None]
         view = slab_view(cache, tree, len(tokens), dense=self.dense)
+        for each in cache.states:
+            each.begin(tree if isinstance(tree, Rows) else None, len(tokens), cache.filled)
         out = self.runs(input_ids=tokens[None], past_key_values=view, use_cache=True, **arguments)
-        logits, states = out.logits[0], None
-        if features:
-            states = torch.cat([out.hidden_states[i][0] for i in features], dim=-1)
+        logits = out.logits[0]
+        states = torch.cat([out.hidden_states[i][0] for i in features], -1) if features else None
         left_in = isinstance(keep, Tensor) and not self.keeps_rows
         return logits.index_select(0, keep) if left_in else logits, states
 
@@ -269,7 +279,7 @@ class CausalLM:
     ) -> None:
         self._refuse(model)
         refuse_absent(model)
-        with errors_named(model):
+        with errors_named(f"{model_name(model)}: its forward fails on a few tokens"):
             refuse_looking_ahead(model)
         self.model, self.version = model, 0
         self.seconds = 0.0  # spent in model forwards, ever
@@ -292,7 +302,7 @@ class CausalLM:
         self.max_context = max(self.max_context, context)
 
     def _own_twin(self) -> PreTrainedModel:
-        return evaluating(self.model)
+        return serve(evaluating(self.model))
 
     @property
     def device(self) -> torch.device:
@@ -341,9 +351,9 @@ class CausalLM:
     @property
     def modules(self) -> str:
         """Return how layers run: `fused`, `fused, merged products`, or `the model's own`."""
-        if isinstance(self._runner, TwinModules):
-            return "the model's own"
-        return "fused, merged products" if self._runner.merged else "fused"
+        runner = self._runner
+        fused_layers = "fused, merged products" if getattr(runner, "merged", False) else "fused"
+        return "the model's own" if isinstance(runner, TwinModules) else fused_layers
 
     def _fuse(self) -> None:
         """Take fused layers where the family has them, a backend runs their ops, and they give what the modules do."""
@@ -380,17 +390,14 @@ class CausalLM:
         tree = rows.tokens, rows.positions, _PaddedSlabView(cache, rows), rows
         for start, (ids, places, view, visibility) in ((0, prompt), (count, tree)):
             cache.length = start
-            arguments = {
-                "attention_mask": self._twin.dummy_mask,
-                "tree": visibility,
-                "output_hidden_states": True,
-            }
             out = self._twin.modules(
                 input_ids=ids[None],
                 position_ids=places[None],
                 past_key_values=view,
                 use_cache=True,
-                **arguments,
+                attention_mask=self._twin.dummy_mask,
+                tree=visibility,
+                output_hidden_states=True,
             )
             cache.slab[:, :, :, start : start + count] = 0.0
             if reason := fused_layers.difference(
@@ -408,7 +415,14 @@ class CausalLM:
     def joins(self) -> bool:
         """Return whether rows of several texts can be one forward: layers read their own keys, by positions."""
         twin = self._twin
-        return twin.own_keys and not twin.dense and "position_ids" in twin.accepts
+        return (
+            twin.own_keys and not (twin.dense or self.recurrent) and "position_ids" in twin.accepts
+        )
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether its layers have states, which its caches keep."""
+        return self._layout.mixers is not None
 
     @property
     def attention(self) -> str:
@@ -416,7 +430,9 @@ class CausalLM:
         return "dense mask" if self._twin.dense else "tree"
 
     def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(self._layout, capacity)
+        sizes = self._layout.mixers
+        states = [RecurrentStates(sizes, self.dtype, self.device)] if sizes else ()
+        return KVCache(self._layout, capacity, states)
 
     @property
     def parameters(self) -> int:
@@ -429,8 +445,12 @@ class CausalLM:
 
     @property
     def layers(self) -> int:
-        # layers that share keys keep none of their own
-        return self._layout.slabs[0][0] + (getattr(self.config, "num_kv_shared_layers", 0) or 0)
+        return (
+            # layers that share keys keep none of their own
+            self._layout.slabs[0][0] + (getattr(self.config, "num_kv_shared_layers", 0) or 0)
+            if self._layout.slabs and not self.recurrent
+            else int(getattr(self.config, "num_hidden_layers", 0))
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -485,27 +505,20 @@ class CausalLM:
         logit_pieces: list[Tensor] = []
         feature_pieces: list[Tensor] = []
         for first in range(0, len(tokens), PREFILL_ROWS):
-            piece = torch.tensor(
-                tokens[first : first + PREFILL_ROWS], device=self.device, dtype=torch.int64
-            )
-            rows, length = len(piece), cache.length
-            cache.reserve(length + rows)
-            began = time.perf_counter()
-            places = torch.arange(length, length + rows, device=self.device, dtype=torch.int64)
-            keep = None if logits == "all" else slice(-1, None)
-            rated, states = self._runner.run(
-                piece,
-                places.clamp(max=self.max_context - 1),
-                cache,
-                Prompt(length),
-                features,
-                keep,
-            )
-            cache.length = length + rows
-            self.seconds += time.perf_counter() - began
+            piece = self.rows_of(tokens[first : first + PREFILL_ROWS], cache, features)
+            places = piece.positions.clamp(max=self.max_context - 1)
+            with counted(self):
+                rated, states = self._runner.run(
+                    piece.tokens,
+                    places,
+                    cache,
+                    piece.tree,
+                    features,
+                    None if logits == "all" else slice(-1, None),
+                )
+            cache.filled += len(places)
             logit_pieces = [*logit_pieces, rated] if logits == "all" else [rated[-1:]]
-            if states is not None:
-                feature_pieces.append(states)
+            feature_pieces += [] if states is None else [states]
         all_logits = torch.cat(logit_pieces) if logit_pieces and logits != "none" else None
         return all_logits, torch.cat(feature_pieces) if feature_pieces else None
 
@@ -525,13 +538,10 @@ class CausalLM:
 
         On another device than a CPU all shapes are static and nothing is read by the host, so it can be captured.
         """
-        began = time.perf_counter()
-        self._note_places(cache, rows)
-        outputs = self._runner.run(
-            rows.tokens, rows.positions.clamp(max=self.max_context - 1), cache, rows, features, one
-        )
-        self.seconds += time.perf_counter() - began
-        return outputs
+        with counted(self):
+            self._note_places(cache, rows)
+            places = rows.positions.clamp(max=self.max_context - 1)
+            return self._runner.run(rows.tokens, places, cache, rows, features, one)
 
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
@@ -551,7 +561,6 @@ class CausalLM:
         slabs: by layer, where each text has one row, and its logits are wanted. Returns the logits of all that want
         them, and the features of all.
         """
-        began = time.perf_counter()
         batch = sorted(batch, key=lambda rows: rows.rated)  # logits are those of the last rows
         counts = [len(rows.tokens) for rows in batch]
         for rows in batch:
@@ -564,10 +573,10 @@ class CausalLM:
         features = max((rows.features for rows in batch), key=len)
         unrated = sum(len(rows.tokens) for rows in batch if not rows.rated)
         keep = torch.arange(unrated, len(tokens), dtype=torch.int64, device=self.device)
-        logits, states = self._runner.run(
-            tokens, positions, batch[0].cache, joined, features, keep if unrated else None
-        )
-        self.seconds += time.perf_counter() - began
+        with counted(self):
+            logits, states = self._runner.run(
+                tokens, positions, batch[0].cache, joined, features, keep if unrated else None
+            )
         end = 0
         for rows, count in zip(batch, counts, strict=True):
             first, end = end, end + count
@@ -593,8 +602,8 @@ class CausalLM:
     def _choose_attention(self) -> None:
         """Take the tree attention where the model honours it, else a dense mask; raise where that fails too."""
         twin, faults = self._twin, list[str]()
-        if mixed := mixing(twin.modules):
-            raise NoTreesError(f"{model_name(self.model)}: {mixed}")
+        mixed = mixing(twin.modules)
+        require_or(NoTreesError, f"{model_name(self.model)}: {mixed}", not mixed)
         kinds = set(getattr(self.config, "layer_types", None) or ())
         ways = {  # whether the mask is dense, and whether there is one for each type of layers
             (False, False): twin.modules._can_set_attn_implementation(),
@@ -618,7 +627,7 @@ class CausalLM:
         """Run a small tree; return what went wrong, or None."""
         try:
             self._layout = self._record_layout()
-            return self._tree_fault() or self._window_fault()
+            return self._tree_fault() or self._window_fault() or self._states_fault()
         except (SpecEngineError, *NO_MEMORY):
             raise
         except NeedsDenseMask as error:
@@ -627,21 +636,26 @@ class CausalLM:
             return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
     def _record_layout(self) -> CacheLayout:
-        cache = DynamicCache()
+        sizes = sizes_of(self.model)
+        cache = DynamicCache(config=self.config if sizes else None)
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._twin.modules(input_ids=token, past_key_values=cache, use_cache=True)
         by_layer = recorded(cache)
         shapes = list(by_layer.values())
-        if not shapes:
-            raise NoTreesError(f"{model_name(self.model)}: it has no cache of keys and values")
+        require_or(
+            NoTreesError,
+            f"{model_name(self.model)}: it has no cache of keys and values",
+            bool(shapes),
+        )
         stored = {shape[3:] for shape in shapes}
-        if len(stored) != 1 or list(by_layer) != list(range(len(shapes))):
-            raise NoTreesError(
-                f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
-                f"({sorted(map(str, stored))}); one dtype and device for all layers is needed"
-            )
-        ((dtype, _),) = stored
-        return CacheLayout.of([shape[:3] for shape in shapes], dtype, self.device)
+        require_or(
+            NoTreesError,
+            f"{model_name(self.model)}: its layers keep keys and values of different kinds or on different devices "
+            f"({sorted(map(str, stored))}); one dtype and device for all layers is needed",
+            len(stored) == 1 and (sizes is not None or list(by_layer) == list(range(len(shapes)))),
+        )
+        layout = CacheLayout.of([shape[:3] for shape in shapes], shapes[0][3], self.device)
+        return layout._replace(layers=tuple(by_layer), mixers=sizes) if sizes else layout
 
     def _tree_fault(self) -> str | None:
         # The tree is 0-(1-3, 2): node 3 must depend on its ancestors and on nothing else.
@@ -655,8 +669,11 @@ class CausalLM:
             return "a node's logits change with its sibling"
         # of rounding, half precision has plenty
         tolerance = 0.01 if self._layout.dtype == torch.float32 else 0.25
-        differs = not (path - tree).abs().max() <= tolerance * effect
-        return "a node's logits differ from those of its path alone" if differs else None
+        return (
+            None
+            if (path - tree).abs().max() <= tolerance * effect
+            else "a node's logits differ from those of its path alone"
+        )
 
     def _window_fault(self) -> str | None:
         """Return what is wrong with the windows: a layer that slides must hand its window to the tree attention."""
@@ -666,6 +683,7 @@ class CausalLM:
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._twin.run(token, token, self.new_cache(1), prompt)
         kinds = getattr(self.config, "layer_types", None) or [SLIDING] * len(prompt.windows)
+        kinds = [kinds[layer] for layer in self._layout.layers] or kinds
         expected = [self._twin.window if kind == SLIDING else None for kind in kinds]
         return (
             None
@@ -673,11 +691,41 @@ class CausalLM:
             else "its layers do not hand their windows to the attention"
         )
 
+    def _states_fault(self) -> str | None:
+        """Return how recurrent layers differ from their modules, over a prompt and the accepted path of a tree."""
+        if not self.recurrent:
+            return None
+        ids = [token % self.vocab_size for token in (1, 2, 3, 5, 7, 4, 6)]
+        cache = self.new_cache(len(ids))
+        self.extend(cache, ids[:2])
+        tree = TokenTree.of_lists([ids[2], ids[0], ids[3], ids[4]], [-1, 0, 0, 2], self.device)
+        logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
+        cache.commit([0, 2])
+        after, _ = self.extend(cache, ids[4:], logits="all")
+        expected = self._twin.modules(
+            input_ids=torch.tensor([ids], dtype=torch.int64, device=self.device)
+        ).logits[0, [2, 3, 4, 4, 5, 6]]
+        computed = torch.cat([logits[[0, 2, 3]], cast(Tensor, after)])
+        close = sum(map(self.is_close, computed, expected))
+        return (
+            None  # in half precision rounding moves a token far, now and then
+            if close >= (len(expected) if self.dtype == torch.float32 else 4)
+            else "its recurrent layers give other logits than their modules"
+        )
+
     def _last_logits(self, tokens: list[int], parents: list[int]) -> Tensor:
         tree = TokenTree.of_lists(tokens, parents, self.device)
         cache = self.new_cache(len(tokens))
         logits, _ = self.forward(Rows.of(tree, cache.filled), cache)
         return logits[-1].float().nan_to_num(0.0, 0.0, 0.0)  # models may mark unused ids with -inf
+
+    def is_close(self, computed: Tensor, expected: Tensor) -> bool:
+        """Return whether logits agree but for the model's rounding, whatever dtype it gives them in."""
+        rounding = 1e-3 if self.dtype == torch.float32 else 0.1
+        computed, expected = (
+            logits.float().nan_to_num(0.0, 0.0, 0.0) for logits in (computed, expected)
+        )
+        return bool((computed - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
 
 
 class HuggingFaceTarget(CachedTarget):
@@ -746,10 +794,6 @@ class HuggingFaceTarget(CachedTarget):
         running = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         return in_own_dtype(running, self.device.type)
 
-    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        rows = self._run(tree, greedy=False)
-        return cast(Tensor, rows.logits), rows.states
-
     def _rows(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
         """Return the nodes of a tree as rows after the committed tokens."""
         if ops.is_free(tree.size):
@@ -757,8 +801,9 @@ class HuggingFaceTarget(CachedTarget):
         if ops.is_free(self.cache.filled):
             self.cache.reserve(self.cache.length + tree.capacity + self.strict_rows)
         rows = Rows.of(tree, self.cache.filled)
-        text = rows.tokens, rows.positions, self.cache, rows, self._features
-        return ModuleRows(self.lm, *text, rated=True)
+        return ModuleRows(
+            self.lm, rows.tokens, rows.positions, self.cache, rows, self._features, rated=True
+        )
 
     def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
         batch = self._rows(tree, greedy=greedy)
@@ -779,14 +824,10 @@ class HuggingFaceTarget(CachedTarget):
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt; under graphs in rows of few numbers, as libraries plan each number anew."""
-        padding = -len(tokens) % PADDED_ROWS if self.pads else 0
+        padding = -len(tokens) % PADDED_ROWS if self.pads and not self.cache.states else 0
         features = super()._extend([*tokens, *[0] * padding])
         self.cache.crop(self.cache.length - padding)
         return features if features is None else features[: len(tokens)]
-
-    def keep(self, path: Nodes) -> None:
-        """Keep the accepted nodes of the tree verified last, as `commit` does. The caller sets `tokens` afterwards."""
-        self.cache.keep(path)
 
 
 class ModuleLane(LaneTarget, HuggingFaceTarget):
@@ -854,6 +895,9 @@ def strict_rows(lm: CausalLM, *, padded: bool) -> int:
     require_supported(
         "strict: this model's attention runs with a dense mask, so its sums depend on the cache's layout",
         lm.attention == "tree",
+    )
+    require_supported(
+        "strict: not with recurrent layers on transformers' modules", not lm.recurrent
     )
     cache = lm.new_cache(64 + PADDED_ROWS)
     lm.extend(cache, [token % lm.vocab_size for token in (1, 2, 3, 5, 7)])

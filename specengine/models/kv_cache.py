@@ -1,5 +1,6 @@
 """KVCache, the keys and values of all layers in one slab; the rows of a forward, and what runs them over it."""
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,11 +16,31 @@ from specengine.models import SharedRows, Target, common_prefix
 from specengine.ops import WORD_BITS, Nodes, Paths
 from specengine.ops.tree import TokenTree
 
+LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 GRANULE = 256  # capacities are rounded up to a multiple of this many slots
 
 
 Shapes = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 Logits = Literal["none", "last", "all"]
+
+
+class MixerSizes(NamedTuple):
+    """Hold the sizes of a model's recurrent layers, all alike: a convolution, and states of heads where there are any.
+
+    layers     their numbers among the model's layers
+    channels   of the convolution
+    taps       tokens that it reads, the row's own included
+    key_heads  of keys and queries, with `key_size` channels each
+    heads      of values and states, with `value_size` channels each
+    """
+
+    layers: tuple[int, ...]
+    channels: int
+    taps: int
+    key_heads: int = 0
+    heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
 
 
 class CacheLayout(NamedTuple):
@@ -28,12 +49,16 @@ class CacheLayout(NamedTuple):
     slabs   layers, KV heads and head size of each slab; layers whose heads are other ones have a slab of their own
     shapes  of each layer's keys and values, (KV heads, head size), where they differ: the slab then has one head, which
             a layer's heads divide among themselves; empty where they are alike
+    layers  the model's layers that keep keys and values, in order; empty: all
+    mixers  the sizes of its recurrent layers, where the cache keeps their states
     """
 
     slabs: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
     device: torch.device | str = "cpu"
     shapes: Shapes = ()
+    layers: tuple[int, ...] = ()
+    mixers: MixerSizes | None = None
 
     @classmethod
     def of(
@@ -70,6 +95,7 @@ class KVCache:
         self, number: int, first: int = 0, end: int | None = None, slab: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer of a slab, [1, KV heads, slots, head size] each, as views."""
+        number = self.layout.layers.index(number) if self.layout.layers else number
         both = self.slabs[slab][number, :, None, :, first:end]
         # not unpacked: parts of an unpacked view may not be written to where autograd runs
         keys, values = both[0], both[1]
@@ -170,7 +196,7 @@ class KVCache:
         path: ascending offsets into the scratch, starting with 0.
         """
         for each in self.states:
-            each.keep(self.length, path.ids, int(path.live))
+            each.keep(self.filled, path.ids, path.live)
         for slab in self.slabs:
             ops.compact_kv(slab, path.ids, path.live, self.filled)
         self.filled += path.live
@@ -364,8 +390,18 @@ class LanguageModel(Protocol):
         """Run tree rows; return the logits of all or of row `one`, int64 [1], and the features of all."""
 
 
+@contextmanager
+def counted(lm: Any) -> Iterator[None]:
+    """Add the seconds that pass within the context to those of a model's forwards."""
+    began = time.perf_counter()
+    yield
+    lm.seconds += time.perf_counter() - began
+
+
 class CachedTarget(Target):
-    """A target over a language model with the KV cache of one sequence."""
+    """A target over a language model with the KV cache of one sequence. A subclass runs trees by its `_run`."""
+
+    _run: Callable[..., Any]
 
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
@@ -413,12 +449,16 @@ class CachedTarget(Target):
         return features
 
     def _after_mark(self, tokens: int) -> int:
-        """Return how many of the last `tokens` of a prompt are run after its mark."""
-        return 0
+        """Return how many of a prompt's last `tokens` are run after its mark: the next turn may begin otherwise."""
+        return MARKED_BEFORE if self.cache.states and tokens >= LONG_PROMPT else 0
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt; return its features."""
-        return self.lm.extend(self.cache, tokens, self._features, logits="none")[1]
+        """Run the rest of a prompt, and mark it; return its features."""
+        end = len(tokens) - self._after_mark(len(tokens))
+        _, states = self.lm.extend(self.cache, tokens[:end], self._features, logits="none")
+        self.cache.mark()
+        _, last = self.lm.extend(self.cache, tokens[end:], self._features, logits="none")
+        return states if states is None or last is None else torch.cat([states, last])
 
     def rate(self, tokens: list[int]) -> Tensor:
         if not self.tokens:
@@ -427,6 +467,10 @@ class CachedTarget(Target):
         assert logits is not None
         self.tokens = [*self.tokens, *tokens]
         return logits
+
+    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
+        rows = self._run(tree, greedy=False)
+        return rows.logits, rows.states
 
     def commit(self, tree: TokenTree, path: list[int]) -> None:
         self.cache.commit(path)
@@ -464,7 +508,7 @@ class LaneTarget(CachedTarget):
 
     def _run(self, tree: TokenTree, *, greedy: bool) -> Any:
         rows, self._asked = self._asked, None
-        return rows or super()._run(tree, greedy=greedy)  # type: ignore[misc]
+        return rows or super()._run(tree, greedy=greedy)
 
     def reset(self) -> None:
         super().reset()

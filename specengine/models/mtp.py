@@ -15,17 +15,14 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PretrainedConfig
 from transformers.cache_utils import DynamicCache
 
-from specengine.errors import (
-    UnsupportedModelError,
-    require_input,
-    require_supported,
-)
+from specengine.errors import require_input, require_supported
 from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
-from specengine.models.configs import NO_MEMORY, empty_model, family_of, with_buffers
+from specengine.models.configs import empty_model, family_of, with_buffers
 from specengine.models.eagle import DraftHead, require_sizes
 from specengine.models.families import SLIDING
 from specengine.models.huggingface import recorded, slab_view
 from specengine.models.kv_cache import CachedTarget, CacheLayout, KVCache, LanguageModel, Rows
+from specengine.models.refusals import errors_named
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 _OWN = re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)")
@@ -231,15 +228,8 @@ class MtpHead(DraftHead):
         )
         token = torch.zeros(1, dtype=torch.int64, device=self._target.device)
         self.module.block_config._attn_implementation = "eager"
-        try:
+        with errors_named("draft: the MTP head fails on a token"):
             self._through(hidden, token, token, cache, {"attention_mask": None})
-        except NO_MEMORY:
-            raise
-        except Exception as error:  # modules of any kind may raise anything
-            text = " ".join(str(error).split())
-            raise UnsupportedModelError(
-                f"draft: the MTP head fails on a token ({type(error).__name__}: {text:.200})"
-            ) from error
         shapes = recorded(cache)
         require_supported(
             "draft: the MTP head's layer keeps no keys and values", list(shapes) == [0]

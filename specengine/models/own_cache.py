@@ -6,7 +6,7 @@ the copy holds it and nothing else, or can be cropped to it.
 """
 
 import copy
-import time
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,12 @@ from specengine.models.huggingface import (
     LongRopeTarget,
     switches,
 )
-from specengine.models.kv_cache import CacheLayout, Logits
+from specengine.models.kv_cache import CacheLayout, Logits, counted
 from specengine.models.refusals import (
     NoTreesError,
     errors_named,
     mixing,
+    model_name,
     refuse_others,
 )
 from specengine.ops.tree import TokenTree, path_of
@@ -45,12 +46,16 @@ _UNSURE = dict.fromkeys(
 )
 
 
+@dataclass(eq=False)
 class OwnCache:
-    """A model's own cache of one sequence. `tokens` are those that it has taken in."""
+    """A model's own cache of one sequence.
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.held: dict[str, Any] = {}  # caches by the name that the model's forward has for them
+    tokens  those that it has taken in
+    held    caches by the name that the model's forward has for them
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    held: dict[str, Any] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -117,17 +122,16 @@ class OwnCacheLM(CausalLM):
     def _choose_attention(self) -> None:
         self._layout = CacheLayout((), self.dtype)  # its own cache has none that is known
         self.fault: str | None = "untried"
-        with errors_named(self.model), torch.inference_mode():  # as answers run
+        with (
+            errors_named(f"{model_name(self.model)}: its forward fails on a few tokens"),
+            torch.inference_mode(),  # as answers run
+        ):
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
         self.mixes = mixing(self._twin.modules)
         unsure = next(
             (reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None
         )
         self.fault = self.mixes or unsure or self._paths_fault()
-
-    @property
-    def layers(self) -> int:
-        return int(getattr(self.config, "num_hidden_layers", 0))
 
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
@@ -142,11 +146,10 @@ class OwnCacheLM(CausalLM):
     ) -> tuple[Tensor | None, Tensor | None]:
         if not tokens:
             return None, None
-        began = time.perf_counter()
         alone = cache.length and self.fault is not None  # its modules may take one token at a time
         pieces = [[token] for token in tokens] if alone else [tokens]
-        ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
-        self.seconds += time.perf_counter() - began
+        with counted(self):
+            ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         states = [states for _, states in ran if states is not None]
         all_states = torch.cat(states) if states else None
         rated = [rows for rows, _ in (ran if logits == "all" else ran[-1:])]
@@ -219,28 +222,24 @@ class OwnCacheLM(CausalLM):
 
         Returns logits, [nodes, vocabulary], features, [nodes, features * hidden size], and how the nodes were run.
         """
-        began = time.perf_counter()
         paths = TreePaths(tree)
         rows = [[*cache.tokens, *row] for row in paths.tokens(tree)]
-        out = self._forward(
-            torch.tensor(rows, dtype=torch.int64, device=self.device),
-            paths.longest,
-            cache.copies(len(rows), self.device),
-            features,
-        )
+        with counted(self):
+            out = self._forward(
+                torch.tensor(rows, dtype=torch.int64, device=self.device),
+                paths.longest,
+                cache.copies(len(rows), self.device),
+                features,
+            )
         paths.held = out.held
-        self.seconds += time.perf_counter() - began
         states = None if out.states is None else out.states[paths.row, paths.depth]
         return out.logits[paths.row, paths.depth], states, paths
 
     def keep(self, cache: OwnCache, paths: "TreePaths", path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = next(n for n, nodes in enumerate(paths.nodes) if nodes[: len(path)] == path)
-        accepted = OwnCache()
-        accepted.tokens, accepted.held = (
-            [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))],
-            paths.held,
-        )
+        padded = [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))]
+        accepted = OwnCache(padded, paths.held)
         if len(path) < paths.longest and not accepted.croppable:
             self.extend(cache, tokens, logits="none")
             return
@@ -274,26 +273,17 @@ class OwnCacheLM(CausalLM):
             expected = torch.cat(
                 [self._run(plain, [token], every=True)[0] for token in (ids[4], ids[5], ids[2])]
             )
-            if not _close(logits[[0, 1, 3]], expected):
+            if not self.is_close(logits[[0, 1, 3]], expected):
                 return "several tokens at once give other logits than one after the other"
             self.keep(cache, paths, [0, 1], [ids[4], ids[5]])
             after, _ = self.extend(cache, [ids[2]])
-            if after is None or not _close(after, expected[-1:]):
+            if after is None or not self.is_close(after, expected[-1:]):
                 return "its cache is another one behind an accepted path"
         except (SpecEngineError, *NO_MEMORY):
             raise
         except Exception as error:  # caches of any kind may raise anything
             return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         return None
-
-
-def _close(computed: Tensor, expected: Tensor) -> bool:
-    """Return whether logits agree but for rounding."""
-    rounding = 1e-3 if expected.dtype == torch.float32 else 0.1
-    computed, expected = (
-        logits.float().nan_to_num(0.0, 0.0, 0.0) for logits in (computed, expected)
-    )
-    return bool((computed - expected).abs().max() <= rounding * expected.std().clamp(min=1e-6))
 
 
 class TreePaths:

@@ -8,9 +8,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specengine.errors import SpecEngineError, UnsupportedModelError, require_supported
+from specengine.errors import (
+    SpecEngineError,
+    UnsupportedModelError,
+    require_or,
+    require_supported,
+)
 from specengine.models.attention import NeedsDenseMask
 from specengine.models.configs import NO_MEMORY
+from specengine.models.recurrent import sizes_of
 from specengine.models.twins import is_changed
 
 
@@ -19,17 +25,15 @@ class NoTreesError(UnsupportedModelError):
 
 
 @contextmanager
-def errors_named(model: PreTrainedModel) -> Iterator[None]:
-    """Raise UnsupportedModelError for what its own modules raise: those of any kind may raise anything."""
+def errors_named(what: str) -> Iterator[None]:
+    """Raise UnsupportedModelError, `what` and the reason, for whatever modules raise: some may raise anything."""
     try:
         yield
     except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
         raise
     except Exception as error:
         text = " ".join(str(error).split())
-        raise UnsupportedModelError(
-            f"{model_name(model)}: its forward fails on a few tokens ({type(error).__name__}: {text:.300})"
-        ) from error
+        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {text:.300})") from error
 
 
 # Types of layers whose state cannot be taken back, in words.
@@ -69,21 +73,21 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     kinds = set(types or ()) - _ATTENTION
-    if kinds or (types is None and getattr(model, "_is_stateful", False)):
-        what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
-        raise NoTreesError(
-            f"{model_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be "
-            "cropped"
-        )
-    if (
-        getattr(config, "alibi", False)
-        or "position_ids" not in inspect.signature(model.forward).parameters
-        or config.model_type == "kosmos_2_5_text_model"  # its `generate` hands over none
-    ):
-        raise NoTreesError(
-            f"{model_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be "
-            "placed by depth (its forward reads no position_ids)"
-        )
+    stateful = bool(kinds) or (types is None and getattr(model, "_is_stateful", False))
+    what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
+    require_or(
+        NoTreesError,
+        f"{model_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be cropped",
+        not stateful or (kinds <= set(_STATES) and sizes_of(model) is not None),
+    )
+    require_or(
+        NoTreesError,
+        f"{model_name(model)}: its positions follow from the order of the cache, so nodes of a tree cannot be placed "
+        "by depth (its forward reads no position_ids)",
+        not getattr(config, "alibi", False)
+        and "position_ids" in inspect.signature(model.forward).parameters
+        and config.model_type != "kosmos_2_5_text_model",  # its `generate` hands over none
+    )
     reasons = {
         "attention_layers": "its attention masks by cache slot, and nodes of a tree stand in other slots",  # GPT-Neo
         "index_topk": "sparse attention: an indexer chooses the keys that a token sees",
@@ -91,8 +95,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         "attn_temperature_tuning": "its queries are scaled by their place in the cache",  # Llama 4
     }
     for field, reason in reasons.items():
-        if getattr(config, field, None):
-            raise NoTreesError(f"{model_name(model)}: {reason}")
+        require_or(NoTreesError, f"{model_name(model)}: {reason}", not getattr(config, field, None))
 
 
 def refuse_absent(model: PreTrainedModel) -> None:
@@ -129,16 +132,13 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
         changed = (rated[0] - rated[1]).abs().amax(dim=-1)
         rounding = 1e-4 if model.dtype == torch.float32 else 0.05
         ahead = bool(changed[:-1].max() > rounding * changed[-1]) and not mixing(model)
-    if ahead:
-        encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
-        hint = (
-            "; its config says is_decoder=False: set it where the model was trained to go on"
-            if encoder
-            else ""
-        )
-        raise UnsupportedModelError(
-            f"{model_name(model)}: a token changes the logits of those before it, so it is not a causal LM{hint}"
-        )
+    encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
+    hint = "; its config says is_decoder=False: set it where the model was trained to go on"
+    require_supported(
+        f"{model_name(model)}: a token changes the logits of those before it, so it is not a causal LM"
+        f"{hint if encoder else ''}",
+        not ahead,
+    )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from specengine.errors import (
     restating,
 )
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget
+from specengine.models.recurrent import sizes_of
 from specengine.ops.tree import TokenTree
 
 # between two commands; a rank that dies closes its connections at once
@@ -73,6 +74,10 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     plan: dict[str, str] = getattr(shape, "_tp_plan", None) or {}
     require_supported(
         f"tp_plan: {type(shape).__name__} has no tensor-parallel plan in transformers", bool(plan)
+    )
+    require_supported(
+        f"tp_plan: {type(shape).__name__} has recurrent layers, which are not split",
+        sizes_of(shape) is None,
     )
     count = int(os.environ["WORLD_SIZE"])
     text = config.get_text_config(decoder=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specengine.ops import attention
 from specengine.ops._registry import OPS, meaning
-from specengine.ops.networks import QuantizedWeight
+from specengine.ops.networks import QuantizedWeight, Steps, lineage_of
 from specengine.ops.tree import ancestor_words
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-5  # of float32, whose sums have another order; integers must be equal
@@ -295,6 +295,18 @@ def _packed_linear(device: torch.device) -> list[tuple[Any, ...]]:
     ]
 
 
+def _tree_recurrence(device: torch.device) -> Inputs:
+    """Return rows of a tree, with the delta rule, and of a text, without."""
+    lineage, state = lineage_of(_tree(device, 5)[5], 4), _wave(device, HEADS, SIZE, SIZE)
+    key, value = _wave(device, ROWS, 2, SIZE) / SIZE, _wave(device, ROWS, HEADS, SIZE)
+    decays = _wave(device, ROWS, HEADS).sigmoid()
+    heads, scalars, steps = (key, key, value), (decays, 1 - decays), Steps(decays, key, value)
+    return [
+        (heads, scalars, state, lineage, steps, True),
+        (heads, scalars, state, lineage._replace(parents=None), steps, False),
+    ]
+
+
 PACKED = ("pack_mask", "tree_attention")  # the first has a meaning only together with the second
 # Ops that could change an answer: the target's attention and choices, the walk, and the cache. The others draft, build
 # trees, or are compared with the modules that they replace (fused layers). The first of these that a backend has stands
@@ -338,6 +350,29 @@ INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
         )
     ],
     "packed_linear": _packed_linear,
+    "tree_convolution": lambda device: [
+        (
+            _wave(device, ROWS + 3, COLUMNS).to(dtype),
+            _wave(device, COLUMNS, 4).to(dtype),
+            None,
+            lineage_of(_tree(device, 5)[5], 4).sources,
+            True,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    "tree_recurrence": _tree_recurrence,
+    "advance_states": lambda device: [
+        (
+            _wave(device, 2, HEADS, SIZE, SIZE),
+            Steps(
+                _wave(device, 2, ROWS, HEADS).sigmoid(),
+                _wave(device, 2, ROWS, 2, SIZE) / SIZE,
+                _wave(device, 2, ROWS, HEADS, SIZE),
+            ),
+            _whole(device, 0, 1, 3, 0, 0),
+            _count(device, 3),
+        )
+    ],
 }
 
 

@@ -170,8 +170,14 @@ def cached_attention(
     give 0. The contents of other slots, NaN too, change nothing. No host read, so it can be captured.
     """
     _require_heads(query, key, value)
-    signature = f"words: int64 [{query.shape[1]}, words]; prefix: int32 [1]; live: int32 [1]"
-    require(f"{signature}; seen: int32 [1]", words, prefix, live, seen)
+    require(
+        f"words: int64 [{query.shape[1]}, words]; prefix: int32 [1]; live: int32 [1]; "
+        "seen: int32 [1]",
+        words,
+        prefix,
+        live,
+        seen,
+    )
     if run := kernels.cached_attention[query.device]:
         return run(query, key, value, words, prefix, live, seen, scale)
     groups, rows = query.shape[0] // key.shape[0], query.shape[1]
@@ -342,8 +348,12 @@ def strict_cached_attention(
         return run(query, key, value, paths, prefix, live, scale)
     _require_heads(query, key, value)
     rows = query.shape[1]
-    signature = f"nodes: int32 [{rows}, most]; counts: int32 [{rows}]"
-    require(f"{signature}; prefix: int32 [1]; live: int32 [1]", *paths, prefix, live)
+    require(
+        f"nodes: int32 [{rows}, most]; counts: int32 [{rows}]; prefix: int32 [1]; live: int32 [1]",
+        *paths,
+        prefix,
+        live,
+    )
     if run := kernels.strict_cached_attention[query.device]:
         return run(query, key, value, paths, prefix, live, scale)
     # By whole chunks of absolute positions, of which the j-th node of a path has prefix + j, so that neither the tree

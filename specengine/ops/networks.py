@@ -12,6 +12,7 @@ from specengine.ops._meanings import doubled, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.choose import gather_rows
 from specengine.ops.select import top_children, top_entropy
+from specengine.ops.tree import is_free, tree_mask
 
 ACTIVATIONS = ("relu", "tanh")
 LOWEST = -1e4  # finite, so that an impossible candidate does not silence a network
@@ -122,8 +123,14 @@ def beam_observation(
     """
     if run := native.beam_observation[scores.device]:
         return run(scores, depths, live, expansions, context, window)
-    signature = "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]"
-    require(signature, scores, depths, live, expansions, context)
+    require(
+        "scores: float32 [m]; depths: int64 [m]; live: int32 [1]; expansions: int32 [1]; context: int64 [1]",
+        scores,
+        depths,
+        live,
+        expansions,
+        context,
+    )
     refuse_unless(window.pad <= 0, "pad", "0 or less", window.pad)
     width, device = window.width, scores.device
     first = (width + (expansions.long() - 1) * width**2) * (window.last & (expansions > 0))
@@ -164,8 +171,11 @@ def best_action(observation: Tensor, layers: Sequence[Tensor], activation: str) 
 
 
 def _require_network(net: Sequence[Tensor], inputs: int) -> None:
-    names = "hidden weight: float32 [hidden, INPUTS]; hidden bias: float32 [hidden]; output weight: float32 [1, hidden]"
-    require(f"{names}; output bias: float32 [1]".replace("INPUTS", str(inputs)), *net)
+    require(
+        f"hidden weight: float32 [hidden, {inputs}]; hidden bias: float32 [hidden]; "
+        "output weight: float32 [1, hidden]; output bias: float32 [1]",
+        *net,
+    )
     refuse_unless(all(part.is_contiguous() for part in net), "net", "contiguous tensors", *net)
 
 
@@ -291,3 +301,150 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def _require_one_dtype(*tensors: Tensor) -> None:
     alike = all(tensor.dtype is tensors[0].dtype for tensor in tensors)
     refuse_unless(alike, "tensors", "one dtype", *tensors)
+
+
+# ---- recurrent layers of models
+
+
+class Lineage(NamedTuple):
+    """Hold what rows go on from in recurrent layers.
+
+    parents   int64 [n], of a tree the row before each, an earlier one, or -1, the text before; None: rows are the next
+              tokens of the text
+    branches  bool [n], of a tree whether a row other than the next goes on from it
+    sources   int64 [n, taps], what a convolution reads for each row, the oldest first and the row's own last: places
+              among the text's last taps - 1 inputs and those of the rows after these
+    """
+
+    parents: Tensor | None
+    branches: Tensor | None
+    sources: Tensor
+
+
+def lineage_of(words: Tensor, taps: int) -> Lineage:
+    """Return the lineage of a tree's rows by their ancestor words, int64 [n, w], of which bit j names row j.
+
+    No host read, so it can be captured.
+    """
+    rows, before = words.shape[0], taps - 1
+    places = torch.arange(before + rows, device=words.device, dtype=torch.int64)
+    number = places[:rows]
+    parents = (tree_mask(words, rows).tril(-1) * (number + 1)).amax(1) - 1
+    branches = ((parents[:, None] == number) & (number[:, None] > number + 1)).any(0)
+    preceding = torch.cat([places[:before] - 1, parents + before])
+    sources = [places[before:]]
+    for _ in range(before):
+        sources.append(preceding[sources[-1]])
+    return Lineage(parents, branches, torch.stack(sources[::-1], 1))
+
+
+class Steps(NamedTuple):
+    """Hold what rows do to the states of layers, float32: a decay multiplies a state, and key times update is added.
+
+    decays   [..., heads]
+    keys     [..., key heads, key size]
+    updates  [..., heads, value size]
+    """
+
+    decays: Tensor
+    keys: Tensor
+    updates: Tensor
+
+
+@op
+def tree_convolution(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, activate: bool
+) -> Tensor:
+    """Return a causal convolution of each channel, over each row, its ancestors and the text before; then SiLU.
+
+    inputs: floating [taps - 1 + n, channels], the text's last ones, the oldest first, then those of the rows; weight:
+    [channels, taps]; bias: [channels]; sources: int64 [n, taps], as in Lineage; activate: whether SiLU follows. Sums
+    are float32, rounded before SiLU and after it. Returns [n, channels].
+    """
+    require(
+        "inputs: floating [m, channels]; weight: floating [channels, taps]; "
+        "bias: floating [channels]; sources: int64 [n, taps]",
+        *(inputs, weight, bias, sources),
+    )
+    if run := kernels.tree_convolution[inputs.device]:
+        return run(inputs, weight, bias, sources, activate)
+    total = (inputs.float()[sources] * weight.float().t()).sum(1)
+    rounded = (total if bias is None else total + bias.float()).to(inputs.dtype)
+    return silu(rounded) if activate else rounded
+
+
+@op
+def tree_recurrence(
+    heads: tuple[Tensor, Tensor, Tensor],
+    scalars: tuple[Tensor, Tensor],
+    state: Tensor,
+    lineage: Lineage,
+    steps: Steps,
+    delta: bool,
+) -> Tensor:
+    """Return what the state of each row gives for its query; a row's state comes from its parent's, in float32.
+
+    A state is S = decay * parent's + key * u, u = rate * value, or with `delta` rate * (value - what the decayed state
+    of the parent gives for the key). Heads of values share those of keys, in order.
+
+    heads: queries and keys, float32 [n, key heads, K], and values, float32 [n, heads, V]; scalars: decays and rates,
+    float32 [n, heads]; state: float32 [heads, K, V], of the text before. What the rows of a tree do is written to the
+    first rows of `steps`; rows of a text change `state` to that after them. A row has the same bits in a tree, in a
+    chain and in a text. No host read, so it can be captured.
+    Sources: Gated Delta Networks, equation 10; Mamba-2, equation 16.
+    """
+    (query, key, value), (decays, rates) = heads, scalars
+    require(
+        "query: float32 [n, shared, K]; key: float32 [n, shared, K]; value: float32 [n, heads, V]; "
+        "decays: float32 [n, heads]; rates: float32 [n, heads]; state: float32 [heads, K, V]",
+        *(query, key, value, decays, rates, state),
+    )
+    if run := kernels.tree_recurrence[query.device]:
+        return run(heads, scalars, state, lineage, steps, delta)
+    keys, queries = (
+        rows.repeat_interleave(value.shape[1] // rows.shape[1], 1)[..., None]
+        for rows in (key, query)
+    )
+    outs, updates, last, parents = list[Tensor](), list[Tensor](), state, lineage.parents
+    states = state.new_empty(0 if parents is None else len(query), *state.shape)
+    for row in range(len(query)):
+        if parents is not None:
+            parent = parents[row : row + 1]
+            last = torch.where(parent < 0, state, states[parent.clamp(min=0)][0])
+        decayed = last * decays[row, :, None, None]
+        update = value[row] - (decayed * keys[row]).sum(1) if delta else value[row]
+        updates.append(update * rates[row, :, None])
+        last = decayed + keys[row] * updates[-1][:, None]
+        outs.append((last * queries[row]).sum(1))
+        states[row : row + 1] = last  # there is none of a text
+    if parents is None:
+        state.copy_(last)
+    else:
+        for stored, rows in zip(steps, (decays, key, torch.stack(updates)), strict=True):
+            stored[: len(query)].copy_(rows)
+    return torch.stack(outs)
+
+
+@op
+def advance_states(states: Tensor, steps: Steps, path: Tensor, count: Tensor) -> None:
+    """Change the states of all layers to those after the accepted rows, with the bits that these had in their tree.
+
+    states: float32 [layers, heads, K, V]; steps: of each layer, [layers, rows, ...]; path: int64 [rows], of which the
+    first `count`, int32 [1], are accepted, ascending. No host read but on a CPU, so it can be captured.
+    """
+    require(
+        "states: float32 [layers, heads, K, V]; path: int64 [rows]; count: int32 [1]",
+        states,
+        path,
+        count,
+    )
+    if run := kernels.advance_states[states.device]:
+        run(states, steps, path, count)
+        return
+    for place in range(int(count) if is_free(count) else len(path)):
+        decays, keys, updates = (
+            rows.index_select(1, path[place : place + 1])[:, 0] for rows in steps
+        )
+        wide = keys.repeat_interleave(states.shape[1] // keys.shape[1], 1)[..., None]
+        after = states * decays[..., None, None] + wide * updates[:, :, None]
+        states.copy_(torch.where(place < count, after, states))

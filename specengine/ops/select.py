@@ -85,11 +85,9 @@ def best_candidates(
     log_gate, bound = (
         None if value is None else held(value, torch.float32) for value in (log_gate, bound)
     )
-    signature = (
-        "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]"
-    )
     require(
-        f"{signature}; log_gate: float32 [1]; bound: float32 [1]",
+        "logits: floating [rows, V]; scores: float32 [rows]; live: int32 [1]; limit: int32 [1]; "
+        "log_gate: float32 [1]; bound: float32 [1]",
         logits,
         scores,
         live,

@@ -184,8 +184,16 @@ def append_nodes(
     """
     if run := native.append_nodes[size.device]:
         return run(tree, size, parents, tokens, log_probs, count, overflow)
-    signature = "parents: int64 [m]; tokens: int64 [m]; log_probs: float32 [m]; size: int32 [1]; count: int32 [1]"
-    require(f"{signature}; overflow: int32 [1]", parents, tokens, log_probs, size, count, overflow)
+    require(
+        "parents: int64 [m]; tokens: int64 [m]; log_probs: float32 [m]; size: int32 [1]; count: int32 [1]; "
+        "overflow: int32 [1]",
+        parents,
+        tokens,
+        log_probs,
+        size,
+        count,
+        overflow,
+    )
     if run := kernels.append_nodes[size.device]:
         return run(tree, size, parents, tokens, log_probs, count, overflow)
     if not parents.shape[0]:
@@ -230,8 +238,13 @@ def subtree(
     """
     if run := native.subtree[nodes.device]:
         return run(parents, ancestors, nodes, live)
-    signature = "parents: int64 [n]; ancestors: int64 [n, words]; nodes: int64 [m]; live: int32 [1]"
-    require(signature, parents, ancestors, nodes, live)
+    require(
+        "parents: int64 [n]; ancestors: int64 [n, words]; nodes: int64 [m]; live: int32 [1]",
+        parents,
+        ancestors,
+        nodes,
+        live,
+    )
     rows, capacity, device = nodes.shape[0], parents.shape[0], nodes.device
     place = torch.arange(rows, device=device, dtype=torch.int64)
     there, inside = place < live, nodes.clamp(0, capacity - 1)
@@ -361,10 +374,20 @@ def append_children(
     if run := native.append_children[tokens.device]:
         return Nodes(*run(tree, counters, frontier, tokens, log_probs, chosen, most, limit))
     size, _, overflow = counters
-    signature = "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]"
-    require(signature, frontier.ids, tokens, log_probs, chosen)
-    signature = "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]"
-    require(signature, size, frontier.live, overflow, limit)
+    require(
+        "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]",
+        frontier.ids,
+        tokens,
+        log_probs,
+        chosen,
+    )
+    require(
+        "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]",
+        size,
+        frontier.live,
+        overflow,
+        limit,
+    )
     children, entries = tokens.shape[1], tokens.numel()
     most = entries if most is None else min(most, entries)
     live, tokens, log_probs = frontier.live * children, tokens.reshape(-1), log_probs.reshape(-1)
@@ -394,8 +417,13 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     """
     if run := native.walk[tokens.device]:
         return Walked(*run(tokens, parents, chosen, size))
-    signature = "tokens: int64 [n]; parents: int64 [n]; chosen: int64 [n]; size: int32 [1]"
-    require(signature, tokens, parents, chosen, size)
+    require(
+        "tokens: int64 [n]; parents: int64 [n]; chosen: int64 [n]; size: int32 [1]",
+        tokens,
+        parents,
+        chosen,
+        size,
+    )
     if run := kernels.walk[tokens.device]:
         return run(tokens, parents, chosen, size)
     # A node is on the path if it and all above it were chosen: by pointer doubling. Siblings carry distinct tokens,
@@ -436,8 +464,13 @@ def record_walk(
     the path's nodes, then the root; of the path; of tokens, parents, depths and log-probabilities of the verified tree,
     by their bits. Lists are padded with 0.
     """
-    signature = "record: int64 [n]; root: int64 [m]; nodes: int64 [rows]; live: int32 [1]"
-    require(signature, record, root, nodes.ids, nodes.live)
+    require(
+        "record: int64 [n]; root: int64 [m]; nodes: int64 [rows]; live: int32 [1]",
+        record,
+        root,
+        nodes.ids,
+        nodes.live,
+    )
     if run := kernels.record_walk[record.device]:
         return run(verified, walked, nodes, counts, root, record, longest)
     budget = (len(record) - NUMBERS - 2 * longest) // 5
@@ -522,8 +555,16 @@ def root_rows(
     """
     if run := native.root_rows[held.device]:
         return PassRows(*run(root, held, taken, filled, causal, width, factors))
-    signature = "root: int64 [m]; held: int64 [h]; taken: int32 [1]; filled: int32 [1]; causal: int64 [n, w]"
-    require(f"{signature}; factors: float32 [depths]", root, held, taken, filled, causal, factors)
+    require(
+        "root: int64 [m]; held: int64 [h]; taken: int32 [1]; filled: int32 [1]; causal: int64 [n, w]; "
+        "factors: float32 [depths]",
+        root,
+        held,
+        taken,
+        filled,
+        causal,
+        factors,
+    )
     place = torch.arange(width, device=held.device, dtype=torch.int64)
     last = (taken.long() - 1).clamp(min=0)
     tokens = held[1 : width + 1].scatter(0, last, root[:1])
@@ -560,8 +601,15 @@ def level_rows(
     """
     if run := native.level_rows[size.device]:
         return PassRows(*run(tree, size, frontier, filled, used, seen, factors))
-    signature = "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]"
-    require(f"{signature}; factors: float32 [depths]", *frontier, filled, used, seen, factors)
+    require(
+        "frontier: int64 [n]; live: int32 [1]; filled: int32 [1]; used: int32 [1]; seen: int64 [nodes, w]; "
+        "factors: float32 [depths]",
+        *frontier,
+        filled,
+        used,
+        seen,
+        factors,
+    )
     if passes is not None and (run := kernels.level_rows[size.device]):
         return PassRows(*run(tree, size, frontier, filled, used, seen, factors, passes))
     if passes is not None:

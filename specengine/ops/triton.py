@@ -19,6 +19,7 @@ from specengine_kernels import (
     frontier,
     kv_compaction,
     packed_linear as linear_kernel,
+    recurrence as recurrence_kernel,
     rms_norm as norm_kernel,
     rope_store as rope_kernel,
     silu_mul as silu_kernel,
@@ -472,6 +473,38 @@ def gather_rows(
     of_states, of_table = states.new_empty(shape), table.new_empty(shape)
     frontier.gather_rows(states, sources, table, tokens, of_states, of_table)
     return of_states, of_table
+
+
+def tree_convolution(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, activate: bool
+) -> Tensor:
+    rows = inputs if inputs.stride(1) == 1 else inputs.contiguous()
+    return recurrence_kernel.tree_convolution(rows, weight, bias, sources, silu=activate)
+
+
+def tree_recurrence(
+    heads: tuple[Tensor, Tensor, Tensor],
+    scalars: tuple[Tensor, Tensor],
+    state: Tensor,
+    lineage: networks.Lineage,
+    steps: networks.Steps,
+    delta: bool,
+) -> Tensor:
+    rows, tree = len(heads[0]), None
+    if state.shape[1] > LARGEST_HEAD or rows * state.numel() >= 2**31:
+        return by_meaning(networks.tree_recurrence, heads, scalars, state, lineage, steps, delta)
+    if lineage.parents is not None and lineage.branches is not None:
+        scratch = state.new_empty(rows, *state.shape)
+        tree = lineage.parents, lineage.branches, scratch, *steps
+    contiguous = [tensor.contiguous() for tensor in (*heads, *scalars)]
+    return recurrence_kernel.tree_recurrence(*contiguous, state, tree, delta=delta)
+
+
+def advance_states(states: Tensor, steps: networks.Steps, path: Tensor, count: Tensor) -> None:
+    if states.shape[2] > LARGEST_HEAD:
+        by_meaning(networks.advance_states, states, steps, path, count)
+    else:
+        recurrence_kernel.advance_states(states, *steps, path, count)
 
 
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same

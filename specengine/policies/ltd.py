@@ -10,8 +10,7 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.ops import Flag, Nodes, Step, TokenTree, is_down
-from specengine.policies import PerDevice, _ltd, require, require_minimum_or_none
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, PerDevice, _ltd, require, require_minimum_or_none
 from specengine.policies._ltd import FACTS, REPEATS, LtdShape, Networks
 
 if TYPE_CHECKING:

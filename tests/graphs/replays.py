@@ -57,9 +57,9 @@ def engine_of(draft: str, policy: str, *, captured: bool, least: bool = False) -
     return Engine(target, drafter, toy.policy_for(policy, 3))
 
 
-def answer(engine: Engine, options: Way) -> Any:
+def answer(engine: Engine, options: Way, prompt: Sequence[int] = PROMPT) -> Any:
     """Tokens, each cycle's tree and path, and the counters."""
-    stream = engine.stream(PROMPT, **({"max_new_tokens": COUNT} | options))
+    stream = engine.stream(list(prompt), **({"max_new_tokens": COUNT} | options))
     cycles = [piece.cycle for piece in stream]
     trees = [
         (cycle.tree.tokens.tolist(), cycle.tree.parents.tolist(), cycle.path, cycle.tokens)

@@ -66,24 +66,30 @@ def test_models_that_cannot_roll_back() -> None:
         **common, lru_width=32, num_attention_heads=4, intermediate_size=32
     )
     refused(gemma, transformers.RecurrentGemmaForCausalLM, message)
-    hybrid = transformers.Qwen3NextConfig(
+    hybrid = transformers.OlmoHybridConfig(
         **common,
+        pad_token_id=0,
         intermediate_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        num_experts=2,
         layer_types=["linear_attention", "full_attention"],
     )
     refused(
         hybrid,
-        transformers.Qwen3NextForCausalLM,
+        transformers.OlmoHybridForCausalLM,
         f"{message} .recurrent state.; only a key-value cache",
     )
     lfm = transformers.Lfm2Config(
         **common, num_attention_heads=4, layer_types=["conv", "full_attention"]
     )
-    refused(lfm, transformers.Lfm2ForCausalLM, f"{message} .convolution state.")
+
+    def changed(config: Any) -> PreTrainedModel:
+        model = transformers.Lfm2ForCausalLM(config)
+        convolution: Any = model.model.layers[0].conv
+        convolution.forward = convolution.forward
+        return model
+
+    refused(lfm, changed, f"{message} .convolution state.")
 
 
 def test_models_of_other_kinds() -> None:

@@ -18,6 +18,7 @@ from specengine_kernels import (
     frontier,
     kv_compaction,
     packed_linear,
+    recurrence,
     rms_norm,
     rope_store,
     silu_mul,
@@ -329,6 +330,59 @@ def gates(seed: int, device: str) -> None:
     )
 
 
+def states(seed: int, device: str) -> None:
+    """A tree's rows, and the fold along the path of its last, whose state has the same bits."""
+    sizes = (1, 2, 16, 12), (2, 6, 20, 40), (1, 3, 7, 33)
+    nodes, (shared, heads, keys, values) = 1 + seed * 7 % 41, sizes[seed % 3]
+    tree = toy.random_tree(seed, nodes, 500)
+    lineage = ops.lineage_of(tree.ancestors, 4)
+    query, key = (random(nodes, shared, keys, seed=seed + i).to(device) / keys**0.5 for i in (1, 2))
+    value, state = (
+        random(size, heads, values, seed=seed).to(device) for size in (nodes, heads * keys)
+    )
+    state = state[:, 0].view(heads, keys, values).contiguous()
+    scalars = [random(nodes, heads, seed=seed + i).sigmoid().to(device) for i in (3, 4)]
+    stored = [query.new_full((nodes + 3, *part), math.nan) for part in ((heads,), (shared, keys))]
+    stored.append(query.new_full((nodes + 3, heads, values), math.nan))
+    scratch = query.new_full((nodes, heads, keys, values), math.nan)
+    rows = *(part.to(device) for part in (lineage.parents, lineage.branches)), scratch, *stored
+    given, delta = (query, key, value, *scalars, state), seed % 2 == 0
+    found = recurrence.tree_recurrence(*given, rows, delta=delta)
+    parents = tree.parents.tolist()
+    path = [nodes - 1]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    ids = torch.tensor(path + [0] * (nodes + 3 - len(path)), device=device)
+    chain = [part[path].contiguous() for part in given[:5]]
+    text, folded = state.clone(), state[None].clone()
+    recurrence.tree_recurrence(*chain, text, None, delta=delta)
+    layers = [part[None] for part in stored]
+    recurrence.advance_states(folded, *layers, ids, number(len(path), device))
+    wide = [part.double() for part in given]
+    wanted, updates, states = recurrence.reference(*wide, parents, delta=delta)
+    for one, other in ((found, wanted), (stored[2][:nodes], updates)):
+        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5, msg=str(seed))
+    assert torch.equal(folded[0], text), seed
+    torch.testing.assert_close(text.double(), states[-1], rtol=2e-5, atol=2e-5, msg=str(seed))
+
+
+def convolutions(seed: int, device: str) -> None:
+    nodes, channels, taps = 1 + seed * 7 % 23, (48, 300)[seed % 2], 2 + seed % 4
+    kind = (
+        torch.float32
+        if device == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)[seed // 2 % 3]
+    )
+    sources = ops.lineage_of(toy.random_tree(seed, nodes, 500).ancestors, taps).sources.to(device)
+    inputs = random(nodes + taps - 1, channels + 16, seed=seed).to(device, kind)[:, :channels]
+    weight, bias = (random(channels, size, seed=seed + 1).to(device, kind) for size in (taps, 1))
+    given = inputs, weight, bias[:, 0].contiguous() if seed % 3 else None, sources
+    found = recurrence.tree_convolution(*given, silu=seed % 2 == 0)
+    wanted = recurrence.convolution_reference(*given, silu=seed % 2 == 0)
+    limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[kind]
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit, msg=str(seed))
+
+
 # groups of inputs that share a scale, of 0 all; bits of a code; how scales are stored, and whether there are offsets
 QUANTISED: dict[str, tuple[int, int, torch.dtype, bool]] = {
     "rows": (0, 8, torch.float32, False),
@@ -411,6 +465,8 @@ KERNELS: dict[str, Callable[[int, str], None]] = {
     "norms": norms,
     "gates": gates,
     "packed products": packed_products,
+    "states": states,
+    "convolutions": convolutions,
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from specengine_kernels import (
     frontier,
     kv_compaction,
     packed_linear,
+    recurrence,
     rms_norm,
     rope_store,
     silu_mul,
@@ -60,6 +61,7 @@ TYPES = {
     torch.int16: "i16",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.bool: "i1",
 }
 
 
@@ -395,6 +397,31 @@ def packed(
     packed_linear.packed_linear(states, weight, states[0, :1].expand(outputs), splits=splits)
 
 
+def states(layers: int, shared: int, heads: int, keys: int, values: int, way: str) -> None:
+    """way: `delta` or `sum`, of a tree of 64 rows; with `text`, of a prompt; `fold`, of the accepted path."""
+    rows = 64
+    query, value = torch.empty(rows, shared, keys), torch.empty(rows, heads, values)
+    scalars, whole = torch.empty(rows, heads), torch.empty(rows, dtype=torch.int64)
+    states = torch.empty(layers, heads, keys, values)
+    if way == "fold":
+        stored = [part.expand(layers, *part.shape).contiguous() for part in (scalars, query, value)]
+        count = torch.empty(1, dtype=torch.int32)
+        recurrence.advance_states(states, *stored, whole, count)
+        return
+    scratch = torch.empty(rows, heads, keys, values)
+    tree = whole, whole > 0, scratch, scalars, query, value
+    given = query, query, value, scalars, scalars, states[0]
+    recurrence.tree_recurrence(
+        *given, None if "text" in way else tree, delta=way.startswith("delta")
+    )
+
+
+def convolution(rows: int, channels: int, taps: int, dtype: str, silu: bool) -> None:
+    inputs = torch.empty(rows, channels, dtype=getattr(torch, dtype))
+    weight, sources = inputs[:taps].t(), torch.empty(rows, taps, dtype=torch.int64)
+    recurrence.tree_convolution(inputs, weight, None if silu else inputs[0], sources, silu=silu)
+
+
 CASES = {
     "attention": attention,
     "selection": selection,
@@ -404,6 +431,7 @@ CASES = {
 }
 CASES |= {"append": append, "gather": gather, "rope": rope, "strict": strict}
 CASES |= {"children": children, "entropy": entropies, "couple": couple, "norm": norm, "gate": gate}
+CASES |= {"states": states, "convolution": convolution}
 CASES |= {"packed": packed, "level": level, "enter": enter, "record": record}
 MODULES = (
     tree_attention,
@@ -416,6 +444,7 @@ MODULES = (
     verification,
     frontier,
     packed_linear,
+    recurrence,
     rms_norm,
     rope_store,
     silu_mul,

@@ -77,6 +77,14 @@ REST: list[list[Any]] = [
     ["norm", 64, 4096, "bfloat16", False],
     ["norm", 64, 576, "float32"],
     ["norm", 64, 16384, "bfloat16"],
+    ["states", 36, 16, 32, 128, 128, "delta"],  # Qwen3-Next
+    ["states", 36, 16, 32, 128, 128, "delta text"],
+    ["states", 36, 16, 32, 128, 128, "fold"],
+    ["states", 44, 1, 24, 256, 64, "sum"],  # Falcon-H1
+    ["states", 44, 1, 24, 256, 64, "sum text"],
+    ["states", 44, 1, 24, 256, 64, "fold"],
+    ["convolution", 64, 8192, 4, "bfloat16", True],
+    ["convolution", 64, 2048, 3, "bfloat16", False],
     ["gate", 64, 14336, "bfloat16"],
     ["gate", 64, 1536, "float32"],
     *(

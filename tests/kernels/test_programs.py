@@ -121,6 +121,9 @@ RANDOM = {
     "silu_mul._silu_mul": 3,
     "packed_linear._multiply": 26,  # of seven kinds, whole and in splits, with a bias and without
     "packed_linear._add_splits": 4,
+    "recurrence._convolve": 8,
+    "recurrence._recur": 12,  # of a tree and of a text, with the delta rule and without
+    "recurrence._advance": 3,
 }
 
 

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SERVED = {
     "add_rms_norm",
+    "advance_states",
     "append_nodes",
     "best_candidates",
     "cached_attention",
@@ -60,6 +61,8 @@ SERVED = {
     "top_children",
     "top_entropy",
     "tree_attention",
+    "tree_convolution",
+    "tree_recurrence",
     "walk",
 }
 

@@ -71,7 +71,8 @@ def test_logits_are_those_of_transformers(stored: tuple[Path, Any, Any], backend
     below = drafter.step(tree, Nodes.of(torch.tensor([1, 2]))).logits
     expected = reference(model, head, tokens, child)
     for found, wanted in zip((root, below[1]), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+        # a target with a delta rule runs it row by row, its modules in chunks
+        torch.testing.assert_close(found, wanted, atol=5e-5, rtol=2e-5)
     assert (below[0] - expected[1]).abs().max() > 1e-3  # of a sibling
 
 

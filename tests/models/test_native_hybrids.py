@@ -19,6 +19,7 @@ from specengine.drafters.small_model import SmallModel
 from specengine.engine import TextGeneration
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models.extension import WITH_PAIRS, instruction_sets
+from specengine.models.kv_cache import LONG_PROMPT, MARKED_BEFORE
 from specengine.models.native import (
     NativeLM,
     NativeTarget,
@@ -26,7 +27,6 @@ from specengine.models.native import (
     from_model,
     weights,
 )
-from specengine.models.native.lm import LONG_PROMPT, MARKED_BEFORE
 from specengine.models.native.weights import Weight
 from specengine.ops.tree import TokenTree
 from tests.models.native_engines import INSTRUCTION_SETS, native_lm, needs_extension, plainly

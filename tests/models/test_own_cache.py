@@ -23,7 +23,7 @@ MODULES = "huggingface"  # the backend of transformers' modules: others run the 
 
 @pytest.fixture(scope="module")
 def hybrid() -> PreTrainedModel:
-    return model_of("lfm2")
+    return model_of("olmo_hybrid")
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,8 @@ def test_trees_run_path_by_path(hybrid: PreTrainedModel) -> None:
     answer = engine.generate(prompt, max_new_tokens=24, eos_token_id=[])
     assert answer.token_ids == expected
     assert answer.stats.num_accepted_draft_tokens > 8
-    assert (
-        "trees are verified path by path on its own cache: Lfm2ForCausalLM" in answer.stats.notes[0]
-    )
-    assert "convolution state" in answer.stats.notes[0]
+    assert "trees are verified path by path on its own cache: OlmoHybrid" in answer.stats.notes[0]
+    assert "recurrent state" in answer.stats.notes[0]
 
 
 def test_auto_grows_chains_where_each_path_costs_a_row(

@@ -8,7 +8,6 @@ import copy
 import functools
 import math
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -49,6 +48,7 @@ from specengine.models.kv_cache import (
     LaneTarget,
     Logits,
     Rows,
+    counted,
     in_own_dtype,
 )
 from specengine.models.mtp import Assistant, AssistantHead, Blocks, MtpHead, of_head
@@ -65,7 +65,6 @@ from specengine.ops.tree import TokenTree
 
 # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PREFILL_ROWS = 512
-LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 # Distance of hidden states from the model's own, as a share of their length: rounding stays far below. After the first
 # layer, and after all of them, where rounding has added up. Rounding activations to int8 moves them by 1 to 3 %, more
 # than another rotary base would in some models: so the first layer is also checked in float32. That of int8 weights
@@ -283,7 +282,6 @@ class NativeLM:
                  layers; they add up to `experts`
         routing  int32 [layers with experts, rows, experts of a row], filled with the numbers of experts
         """
-        began = time.perf_counter()
         (start, prefix, words), cache, best = batch.seen, batch.cache, batch.best
         tokens, positions, features = batch.tokens, batch.positions, batch.features
         if features:
@@ -292,7 +290,7 @@ class NativeLM:
             )
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
-        with self._turn:
+        with counted(self), self._turn:
             self.experts = self.packing.decoder.forward(
                 positions.contiguous(),
                 prefix,
@@ -312,7 +310,6 @@ class NativeLM:
                 added,
                 routing,
             )
-        self.seconds += time.perf_counter() - began
 
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
@@ -329,7 +326,6 @@ class NativeLM:
 
         Returns the logits of all that want them, float32 [rows, vocabulary], of which theirs are views.
         """
-        began = time.perf_counter()
         # logits are those of the last rows
         batch = sorted(batch, key=lambda rows: rows.logits is not None)
         tokens = torch.cat([rows.tokens for rows in batch])
@@ -347,7 +343,7 @@ class NativeLM:
         values = torch.empty(len(tokens), count, **plain) if count else None
         starts, prefixes, words = zip(*(rows.seen for rows in batch), strict=True)
         memories = [memory for rows in batch for memory in rows.cache.states]
-        with self._turn:
+        with counted(self), self._turn:
             self.packing.decoder.forward_lanes(
                 tuple(rows.positions.clamp(max=self.max_context - 1) for rows in batch),
                 prefixes,
@@ -364,7 +360,6 @@ class NativeLM:
                 memories,
                 [rows.cache.length for rows in batch][: len(memories)],
             )
-        self.seconds += time.perf_counter() - began
         row = rated = 0
         for rows in batch:
             end = row + len(rows.tokens)
@@ -947,23 +942,6 @@ class NativeTarget(CachedTarget):
 
     def running(self) -> AbstractContextManager[None]:
         return in_own_dtype(one_torch_thread(), "cpu")
-
-    def _extend(self, tokens: list[int]) -> Tensor | None:
-        """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
-        after_mark = self._after_mark(len(tokens))
-        before = super()._extend(tokens[: len(tokens) - after_mark])
-        self.cache.mark()
-        if not after_mark:
-            return before
-        last = super()._extend(tokens[-after_mark:])
-        return None if before is None or last is None else torch.cat([before, last])
-
-    def _after_mark(self, tokens: int) -> int:
-        return MARKED_BEFORE if self.cache.states and tokens >= LONG_PROMPT else 0
-
-    def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
-        rows = self._run(tree, greedy=False)
-        return cast(Tensor, rows.logits), rows.states
 
     def choose(self, tree: TokenTree) -> Chosen:
         rows = self._run(tree, greedy=True)

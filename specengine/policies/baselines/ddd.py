@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
-from specengine.policies import require_each
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, require_each
 
 
 @dataclass

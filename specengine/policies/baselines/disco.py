@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from specengine.ops import Flag, Nodes, Step, TokenTree, classify_row, held, number, row_of
-from specengine.policies import _classifier, require
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, _classifier, require
 
 
 @dataclass

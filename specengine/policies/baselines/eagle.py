@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specengine.policies._beam import Beam
+from specengine.policies import Beam
 
 
 @dataclass

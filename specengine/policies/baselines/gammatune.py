@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from specengine.ops import Flag, Nodes, Step, TokenTree, number
-from specengine.policies import PerDevice, require_each
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, PerDevice, require_each
 
 if TYPE_CHECKING:
     from specengine.records import Outcome

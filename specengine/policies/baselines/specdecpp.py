@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from specengine.ops import Flag, Nodes, Step, TokenTree, doubled, is_down, number
-from specengine.policies import PerDevice, _classifier, require_each, require_input
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, PerDevice, _classifier, require_each, require_input
 
 
 @dataclass

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 
 from specengine.ops import Flag, Nodes, Step, TokenTree, doubled
-from specengine.policies import require_each
-from specengine.policies._beam import Beam
+from specengine.policies import Beam, require_each
 
 
 @dataclass
