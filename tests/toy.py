@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
 from specengine import policies
 from specengine.costs import PassCosts
@@ -379,6 +381,8 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+# transformers 5.17 normalises the outputs of all of a Bamba's groups at once
+NORMED_GROUPS = 2 if "group_size" in signature(BambaRMSNormGated).parameters else 1
 # More that the native forward knows; the tests of tests/models have them, others do with those above.
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
@@ -390,7 +394,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 4,
             "mamba_d_head": 16,
             "mamba_d_state": 8,
-            "mamba_n_groups": 2,
+            "mamba_n_groups": NORMED_GROUPS,
         },
     ),
     "cohere": ("Cohere", {"num_key_value_heads": 2, "logit_scale": 0.3}),
@@ -575,7 +579,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 4,
             "mamba_d_head": 16,
             "mamba_d_state": 8,
-            "mamba_n_groups": 2,
+            "mamba_n_groups": NORMED_GROUPS,
         },
     ),
     "ministral3": ("Ministral3", {**_GROUPED, "rope_parameters": MINISTRAL}),
