@@ -183,8 +183,7 @@ class MtpHead(DraftHead):
         """Return what the block reads of states and tokens, [rows, hidden size]."""
         net, embeddings = self.module, self._target.embed(tokens).to(self.dtype)
         normed = net.embedding_norm(embeddings), net.hidden_norm(hidden.to(self.dtype))
-        projected: Tensor = net.fc(torch.cat(normed, dim=-1))
-        return projected
+        return cast(Tensor, net.fc(torch.cat(normed, dim=-1)))
 
     def _run(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, tree: Rows | Prompt
@@ -208,7 +207,9 @@ class MtpHead(DraftHead):
         """Return states after the head's norm."""
         net, inputs = self.module, self._inputs(hidden, tokens)[None]
         at = (positions + 1).clamp(max=self._last)[None]
-        turned = None if net.rotary_emb is None else net.rotary_emb(inputs, at)
+        # Qwen3.5 turns by positions on three axes; transformers 5.17 takes no fewer
+        axes = at.expand(3, -1, -1) if hasattr(net.rotary_emb, "mrope_section") else at
+        turned = None if net.rotary_emb is None else net.rotary_emb(inputs, axes)
         out = net.block(
             inputs, position_embeddings=turned, position_ids=at, past_key_values=view, **arguments
         )

@@ -76,9 +76,12 @@ def test_tree_logits_equal_those_of_each_path_alone(family: str) -> None:
 
 
 def test_attention_that_the_tree_kernel_does_not_know_runs_with_a_dense_mask() -> None:
-    target = HuggingFaceTarget(tiny("Gemma2", **EXTRA["Gemma2"]))
+    model = tiny("Gemma2", **EXTRA["Gemma2"])
+    chosen = model.config._attn_implementation  # eager from transformers 5.23, before it sdpa
+    target = HuggingFaceTarget(model)
     assert target.lm.attention == "dense mask"
-    assert target.model.config._attn_implementation == "eager"
+    assert target.lm.config._attn_implementation == "eager"
+    assert target.model.config._attn_implementation == chosen
     engine = Engine(target, NGram(shortest=1), policy_for("eagle"))
     ids = torch.tensor([PROMPT])
     expected = tiny("Gemma2", **EXTRA["Gemma2"]).generate(

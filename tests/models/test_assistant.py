@@ -83,19 +83,19 @@ def assistant(
 ) -> PreTrainedModel:
     """Save a random assistant of a target of `size` channels; changes: of its text's config, or ordered: True."""
     made, whole, text = KINDS[kind]
-    modes = text.kv_sharing_modes
-    # transformers 5.23 makes no model all of whose layers read keys of another one
-    monkeypatch.setattr(
-        text,
-        "kv_sharing_modes",
-        property(
-            lambda own: (
-                ["reuse"] * 3
-                if own.num_kv_shared_layers == 3 == own.num_hidden_layers
-                else modes.fget(own)
-            )
-        ),
-    )
+    # transformers 5.23 makes no model all of whose layers read keys of another one; 5.17, without this property, does
+    if modes := getattr(text, "kv_sharing_modes", None):
+        monkeypatch.setattr(
+            text,
+            "kv_sharing_modes",
+            property(
+                lambda own: (
+                    ["reuse"] * 3
+                    if own.num_kv_shared_layers == 3 == own.num_hidden_layers
+                    else modes.fget(own)
+                )
+            ),
+        )
     ordered = changes.pop("ordered", False)
     config = whole(
         text_config=text(**TEXT | changes),

@@ -51,6 +51,13 @@ def answer(model: PreTrainedModel) -> list[int]:
     ].tolist()
 
 
+@torch.no_grad()
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """Return whether logits follow from the token behind them."""
+    first, second = (model(torch.tensor([[*PROMPT, last]])).logits[0, :-1] for last in (1, 2))
+    return not torch.allclose(first, second, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_encoder_is_refused_and_its_decoder_answers(kind: str) -> None:
     message = "changes the logits of those before it, so it is not a causal LM; its config says is_decoder=False"
@@ -58,6 +65,10 @@ def test_an_encoder_is_refused_and_its_decoder_answers(kind: str) -> None:
         with pytest.raises(UnsupportedModelError, match=message):
             Engine.from_pretrained(bert_like(kind, is_decoder=False, sure=sure))
     decoder = bert_like(kind, is_decoder=True)
+    if kind == "megatron-bert" and looks_ahead(decoder):  # in transformers 5.17
+        with pytest.raises(UnsupportedModelError, match=r"is not a causal LM$"):
+            Engine.from_pretrained(decoder)
+        return
     expected = answer(decoder)
     assert (
         Engine.from_pretrained(decoder)

@@ -35,6 +35,23 @@ def stored(
     return folder, *checkpoint(request.param, folder)
 
 
+def passed(head: Any, states: Tensor, places: Tensor, cache: Any, ids: Tensor) -> Tensor:
+    """Return the states behind one pass of transformers' head."""
+    if hasattr(head, "forward_layer"):
+        return head.forward_layer(0, states, places, cache, input_ids=ids)
+    # transformers 5.17 has one function for all passes of a draft; Qwen3.5's rotation takes three axes there
+    embedded = head.embed_tokens(ids)
+    axes = places.expand(3, -1, -1) if hasattr(head.rotary_emb, "mrope_section") else places
+    return head.layers[0](
+        embedded,
+        states,
+        position_embeddings=head.rotary_emb(embedded, position_ids=axes),
+        position_ids=places,
+        past_key_values=cache,
+        **head.create_masks_for_mtp_layer(0, embedded, cache, places),
+    )
+
+
 @torch.no_grad()
 def reference(
     model: PreTrainedModel, head: Any, tokens: list[int], child: int
@@ -44,9 +61,9 @@ def reference(
     states = model(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
     cache: Any = MtpCache(config=head.config) if isinstance(head, MtpModel) else DynamicCache()
     places = torch.arange(1, len(tokens))[None]
-    own = head.forward_layer(0, states, places, cache, input_ids=ids[:, 1:])
+    own = passed(head, states, places, cache, ids[:, 1:])
     after = torch.tensor([[child]]), torch.tensor([[len(tokens)]])
-    below = head.forward_layer(0, own[:, -1:], after[1], cache, input_ids=after[0])
+    below = passed(head, own[:, -1:], after[1], cache, after[0])
     return model.lm_head(own[0, -1]), model.lm_head(below[0, -1])
 
 

@@ -150,7 +150,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"another shape.*down_proj|tensors differ.*down_proj",
     ),
     "more layers": (_config({"num_hidden_layers": 3}), r"model\.layers\.2"),
-    "odd heads": (_config({"head_dim": 7}), "even"),
+    "odd heads": (_config({"head_dim": 7}), r"even|another shape.*k_proj"),
     "an epsilon of text": (_config({"rms_norm_eps": "small"}), "rms_norm_eps"),
 }
 

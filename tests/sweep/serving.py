@@ -69,10 +69,11 @@ def prompt_of(length: int) -> list[int]:
     return [(7 * place * place + 3 * place + 11) % (VOCABULARY - 3) + 3 for place in range(length)]
 
 
-def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+def generated(model: PreTrainedModel, prompt: list[int], *, cached: bool = True) -> list[int]:
     """Return what transformers itself answers, greedily."""
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW}
+    options["use_cache"] = cached
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
         0, len(prompt) :
     ].tolist()
