@@ -332,7 +332,8 @@ def extensions() -> list[Extension]:
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=17,
-        extra_compile_args=[] if WINDOWS else ["-O3", *WATCHED],
+        # comparisons raise no flag that is read: without them 256-bit vectors stay scalars
+        extra_compile_args=[] if WINDOWS else ["-O3", "-fno-trapping-math", *WATCHED],
         extra_link_args=WATCHED,
         optional=OPTIONAL,
     )

@@ -9,7 +9,7 @@ verify   milliseconds of the target over trees of so many rows
 parts    milliseconds of the parts of a cycle of one level, each a graph of its own: `draft` (the head), `policy` (its
          rule), `verify`, `walk` (choices and walk) and `commit`; beside them those of the cycle as the engine runs it
 kernels  calls and microseconds by name in one replay, as torch's profiler counts them; operations on a CPU
-lanes    milliseconds of a plain row of each of so many texts, run together as one graph
+lanes    milliseconds of a plain row of each of so many texts, and of trees of TREE nodes, run together as one graph
 answer   milliseconds and draft passes of cycles of an answer, as a user has it; a random head drafts in vain
 
 Cycles have random tokens, and leave no trace in the caches. Elsewhere than on CUDA the same functions run uncaptured.
@@ -66,6 +66,7 @@ PAPERS = ("talon", "salf", "c2t", "dynatree", "ltd")
 POLICIES = ("auto", PLAIN, "eagle", *PAPERS)
 ROWS, CONTEXTS, LENGTHS = (1, 8, 16, 32, 64), (64, 1024), (37, 64, 65, 200, 513, 1000)
 TEXTS = (1, 2, 4, 8)
+TREE = 16  # nodes of each text's
 REPEATS = 3  # prompts of each length; cycles in which a part's kernels are counted
 AT_ONCE = 4  # cycles between two looks at the clock
 MAX_NAMES = 28  # of kernels, those that take longest
@@ -458,7 +459,7 @@ class Cycles:
 
     @torch.inference_mode()
     def _lanes(self, key: Key) -> Record:
-        """Time a row of each text, behind the first of the contexts, with the copy of the tokens into the graph."""
+        """Time a row of each text, and a tree, behind the first of the contexts, with their copies into the graph."""
         _, variant, _, texts = key
         target, context = self.engine(variant).target, self._args.contexts[0]
         lanes = [ModuleLane(cast(HuggingFaceTarget, target)) for _ in range(texts)]
@@ -466,22 +467,23 @@ class Cycles:
         for number, lane in enumerate(lanes):
             lane.reserve(context, 1)
             lane.prefill(self._text(context, number))
-        trees = [TokenTree.alone(1, target.device) for _ in lanes]
-        times = []
+        times: dict[int, list[float]] = {1: [], TREE: []}
 
-        def run() -> None:
-            joined.run_lanes(
-                [lane.ask(tree, greedy=True) for lane, tree in zip(lanes, trees, strict=True)]  # type: ignore[misc]
-            )
+        def run(nodes: int) -> None:
+            tree = TokenTree.of_lists([1] * nodes, [*range(-1, nodes - 1)], target.device)
+            joined.run_lanes([lane.ask(tree, greedy=True) for lane in lanes])  # type: ignore[misc]
 
-        run()  # captures
+        for nodes in times:
+            run(nodes)  # captures
         for _ in self._until():
-            began = Mark(self._device)
-            run()
-            ended = Mark(self._device)
-            ended.wait()
-            times.append(ended.since(began))
-        return {"ms": milliseconds(times), "graphs": sum(joined.graphs.captures.values())}
+            for nodes, seconds in times.items():
+                began = Mark(self._device)
+                run(nodes)
+                ended = Mark(self._device)
+                ended.wait()
+                seconds.append(ended.since(began))
+        alone, trees = map(milliseconds, times.values())
+        return {"ms": alone, "trees_ms": trees, "graphs": sum(joined.graphs.captures.values())}
 
     def _answer(self, key: Key) -> Record:
         _, variant, policy, context = key

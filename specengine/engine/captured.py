@@ -26,6 +26,7 @@ from specengine.models.huggingface import (
     HuggingFaceTarget,
     ModuleLane,
     ModuleRows,
+    padded_width,
 )
 from specengine.models.kv_cache import Rows, counted
 from specengine.ops import Nodes
@@ -595,18 +596,22 @@ class CapturedDriver(EagerDriver):
 
 
 class CapturedLanes:
-    """Runs the lanes of a pool in one graph, where those under way have a row each; others' rows run without it.
+    """Runs the lanes of a pool in one graph, where those under way have a row or a tree each; others' rows without.
 
-    The graph has a row of every lane, so that it serves whichever are under way: one that is not has its row in a free
-    slot, whose results nobody reads.
+    A graph has rows of every lane, as many of each, so that it serves whichever are under way: one that is not has its
+    rows in free slots, and a tree that is smaller is padded. Nobody reads these results. Trees are rounded up to a few
+    widths, each of which is a graph.
     """
 
     def __init__(self, lanes: Sequence[ModuleLane]) -> None:
         self.weights_of, self._lanes = lanes[0].lm, lanes
         device = lanes[0].device
         self.graphs = Graphs(device)
-        self._tokens = torch.zeros(len(lanes), dtype=torch.int64, device=device).split(1)
-        self._words = ops.own_bits(1, device)
+        self._tokens, self._depths = torch.zeros(
+            2, len(lanes), PADDED_ROWS, dtype=torch.int64, device=device
+        ).unbind()
+        self._words = ops.own_bits(PADDED_ROWS, device).repeat(len(lanes), 1, 1)
+        self._live = torch.ones(len(lanes), 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._failed: list[int] = []  # addresses of the slabs with which a capture failed
         # addresses of all slabs, and the tables that say where they lie
@@ -619,49 +624,74 @@ class CapturedLanes:
         """Run rows of several texts, and fill their results."""
         lm, caches = self.weights_of, [lane.cache for lane in self._lanes]
         places = {id(cache): place for place, cache in enumerate(caches)}
-        single = all(len(rows.tokens) == 1 and isinstance(rows.tree, Rows) for rows in batch)
-        if not single or self.locate() == self._failed:
+        width = padded_width(max(len(rows.tokens) for rows in batch))
+        fits = width <= PADDED_ROWS and all(isinstance(rows.tree, Rows) for rows in batch)
+        if not fits or self.locate(width) == self._failed:
             lm.run_lanes(batch)
             return
         for rows in batch:
-            self._tokens[places[id(rows.cache)]].copy_(rows.tokens)
+            self._take(places[id(rows.cache)], rows)
         features = max((rows.features for rows in batch), key=len)
         reads = [tensor for cache in caches for tensor in (cache.slab, cache.filled)]
         try:
             with counted(lm):
                 logits, states = self.graphs.run(
-                    f"lanes {features}", [*reads, self._tables], partial(self.run, features)
+                    f"lanes of {width} {features}",
+                    [*reads, self._tables],
+                    partial(self.run, features, width),
                 )
         except CaptureError:
             self._failed = self._addresses
             lm.run_lanes(batch)
             return
         for rows in batch:
-            place = places[id(rows.cache)]
-            rows.logits = logits[place : place + 1]
+            first = width * places[id(rows.cache)]
+            last = first + len(rows.tokens)
+            rows.logits = logits[first:last]
             if states is not None:  # the next run overwrites them
-                rows.states = states[place : place + 1].clone()
+                rows.states = states[first:last].clone()
 
-    def locate(self) -> list[int]:
-        """Make room for a row of every lane; return where their slabs are, which `run` has to know."""
+    def locate(self, width: int = 1) -> list[int]:
+        """Make room for `width` rows of every lane; return where their slabs are, which `run` has to know."""
         for lane in self._lanes:
-            lane.cache.reserve(len(lane.tokens) + 1)
+            lane.cache.reserve(len(lane.tokens) + width)
         slabs = [lane.cache.slab for lane in self._lanes]
         addresses = [slab.data_ptr() for slab in slabs]
         if addresses != self._addresses:
             self._addresses, self._tables = addresses, ops.tables_of(slabs)
         return addresses
 
-    def run(self, features: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        """Return logits and features of a row of every lane, at the end of its cache."""
+    def run(self, features: tuple[int, ...], width: int = 1) -> tuple[Tensor, Tensor | None]:
+        """Return logits and features of `width` rows of every lane, from the end of its cache on."""
         filled = [lane.cache.filled for lane in self._lanes]
         ends = (torch.cat(filled) if len(filled) > 1 else filled[0]).long()
+        positions = ends[:, None] if width == 1 else ends[:, None] + self._depths[:, :width]
         batch = []
-        for lane, token, end in zip(self._lanes, self._tokens, ends.split(1), strict=True):
-            rows = Rows(token, end, self._words, end, lane.cache.filled, self._one)
-            batch.append(ModuleRows(lane.lm, token, end, lane.cache, rows, features, rated=True))
+        for place, lane in enumerate(self._lanes):
+            rows = Rows(
+                self._tokens[place, :width],
+                positions[place],
+                self._words[place, :width],
+                ends[place : place + 1],
+                lane.cache.filled,
+                self._one if width == 1 else self._live[place],
+            )
+            batch.append(
+                ModuleRows(
+                    lane.lm, rows.tokens, rows.positions, lane.cache, rows, features, rated=True
+                )
+            )
         slabs = ops.Slabs.by_layer([rows.cache.slab for rows in batch], self._tables)
-        return self.weights_of.run_lanes(batch, slabs)
+        return self.weights_of.run_lanes(batch, slabs if width == 1 else ())
+
+    def _take(self, place: int, rows: ModuleRows) -> None:
+        """Copy a tree to where the graphs read that of its lane."""
+        count, tree = len(rows.tokens), cast(Rows, rows.tree)
+        self._tokens[place, :count].copy_(rows.tokens)
+        if count > 1:
+            self._depths[place, :count].copy_(rows.positions - tree.slot)
+            self._words[place, :count].copy_(tree.words)
+        self._live[place].fill_(count)
 
 
 def is_guided(source: Drafter | None) -> bool:

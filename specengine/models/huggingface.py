@@ -847,7 +847,13 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
 
     def reserve(self, tokens: int, scratch: int) -> None:
         # a larger cache means another capture; a strict piece is padded
-        super().reserve(room(tokens + scratch + self.strict_rows), 0)
+        super().reserve(room(tokens + padded_width(scratch) + self.strict_rows), 0)
+
+    def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
+        alone = self._asked is None and self.joined is not None  # the only text under way
+        if alone and (rows := self.ask(tree, greedy=greedy)) is not None:
+            self.joined.run_lanes([rows])
+        return cast(ModuleRows, super()._run(tree, greedy=greedy))
 
     def cached(self, tokens: list[int]) -> int:
         count = super().cached(tokens)
@@ -870,7 +876,13 @@ LANES[HuggingFaceTarget] = ModuleLane
 STRICT_ROWS = (32, 16, 8, 4, 2)
 # of every strict forward under graphs: products of one shape give a row the same bits
 PADDED_ROWS = 64
+MIN_TREE_ROWS = 8  # of a tree in a graph of several texts
 TRIED = 16  # tokens
+
+
+def padded_width(rows: int) -> int:
+    """Return how many rows a tree of this number has in a graph of several texts."""
+    return rows if rows < 2 else max(MIN_TREE_ROWS, 1 << (rows - 1).bit_length())
 
 
 @torch.inference_mode()

@@ -92,7 +92,8 @@ def test_it_measures_policies_and_variants(
         assert sum(calls for calls, _ in each["by_name"].values()) <= each["calls"] + 1e-6
     lanes = of(records, "lanes")
     assert [(each["variant"], each["of"]) for each in lanes] == [("base", 1), ("base", 3)]
-    assert min(each["ms"] for each in lanes) > 0
+    assert min(min(each["ms"], each["trees_ms"]) for each in lanes) > 0
+    assert {each["graphs"] for each in lanes} == {2}
     answers = {each["policy"]: each for each in of(records, "answer")}
     assert answers["plain"]["draft_passes"] == 0 < answers["talon"]["draft_passes"]
     assert min(each["cycle_ms"] for each in answers.values()) > 0

@@ -15,10 +15,11 @@ from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import Pool, generation
+from specengine.engine.captured import CapturedLanes
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import fused, kv_cache
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget, ModuleLane
-from specengine.models.kv_cache import LaneTarget
+from specengine.models.kv_cache import LaneTarget, Rows
 from specengine.ops import cuda_graphs
 from specengine.ops.cuda_graphs import Graphs
 from specengine.ops.tree import TokenTree
@@ -251,7 +252,7 @@ def test_eight_texts_on_a_device_are_one_graph(options: dict[str, Any]) -> None:
         pool = Pool(on_the_device(), 8, MEMORY)
         assert tokens(pool.generate(asked, **options)) == expected
         lane = pool.engines[0].target
-        assert lane.joined.graphs.captures == {"lanes ()": 1}
+        assert lane.joined.graphs.captures == {"lanes of 1 ()": 1}
         assert all(known.graph is not None for known in lane.joined.graphs._captured.values())
     assert pool.scheduler.forwards < 30
 
@@ -284,13 +285,93 @@ def test_attention_of_all_texts_is_one_operation(
 
 @pretends
 @pytest.mark.usefixtures("by_meanings")
-@pytest.mark.parametrize("policy", ["eagle", "auto"])
-def test_texts_with_drafts_on_a_device(policy: str) -> None:
-    asked, options = prompts(4), {"max_new_tokens": 8, "eos_token_id": []}
+@pytest.mark.parametrize(
+    ("policy", "family", "options"),
+    [
+        ("eagle", "llama", {}),
+        ("eagle", "mistral", {"temperature": 1.0, "seed": 5}),
+        ("auto", "llama", {"logprobs": 1}),
+    ],
+)
+def test_trees_of_all_texts_on_a_device_are_one_graph(
+    policy: str, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded to a few widths, whichever texts are under way; what padding wrote nobody reads."""
+    asked, options = prompts(5), {"max_new_tokens": 8, "eos_token_id": [], **options}
+    expected, eager = alone(asked, family, **options), list[int]()
+    run = CausalLM.run_lanes
+
+    def watched(self: CausalLM, batch: Any, *slabs: Any) -> Any:
+        eager.append(sum(isinstance(rows.tree, Rows) for rows in batch))
+        return run(self, batch, *slabs)
+
+    monkeypatch.setattr(CausalLM, "run_lanes", watched)
+    with pretended.cuda():
+        pool = Pool(on_the_device("eagle3", policy, family), 3, MEMORY)
+        for engine in pool.engines:
+            engine.target.cache.slab.fill_(float("nan"))
+        assert tokens(pool.generate(asked, **options)) == expected
+        graphs = pool.engines[0].target.joined.graphs
+        assert all(known.graph is not None for known in graphs._captured.values())
+    widths = {int(str(name).split()[2]) for name in graphs.captures}
+    assert widths <= {1, 8, 16, 32, 64}
+    assert max(widths) > 1
+    assert len(eager) - 3 * len(widths) < pool.scheduler.forwards, "others than those with prompts"
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@torch.inference_mode()
+def test_rows_of_trees_in_a_graph_are_those_of_each_alone(family: str) -> None:
+    """Of whichever texts have a tree, behind what other trees and padding left in the buffers and caches."""
+    with pretended.cuda():
+        target = HuggingFaceTarget(pretended.moved(small(family)), captured=True)
+        lanes, _ = texts(target, 1)
+        joined, kept = CapturedLanes(lanes), [lane.cache.slab for lane in lanes]
+        for sizes in (
+            {0: 17, 2: 1, 4: 9},
+            {1: 2, 2: 8},
+            {0: 3, 1: 20, 3: 32},
+            {4: 1, 1: 1},
+            {2: 6},
+        ):
+            trees = {
+                place: random_tree(place + size, size, VOCABULARY).to(target.device)
+                for place, size in sizes.items()
+            }
+            expected = {
+                place: target.lm.forward(
+                    kv_cache.Rows.of(tree, lanes[place].cache.filled),
+                    lanes[place].cache,
+                    (1, 2),
+                )
+                for place, tree in trees.items()
+            }
+            for slab in kept:
+                slab[:, :, :, -50:] = float("nan")
+            batch: list[Any] = [
+                lanes[place].ask(tree, greedy=False) for place, tree in trees.items()
+            ]
+            joined.run_lanes(batch)
+            for rows, (logits, states) in zip(batch, expected.values(), strict=True):
+                torch.testing.assert_close(rows.logits.cpu(), logits.cpu(), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(rows.states.cpu(), states.cpu(), rtol=1e-4, atol=1e-4)
+        assert all(known.graph is not None for known in joined.graphs._captured.values())
+    assert joined.graphs.captures == {f"lanes of {width} (1, 2)": 1 for width in (32, 8, 1)}
+
+
+@pretends
+@pytest.mark.usefixtures("by_meanings")
+@pytest.mark.parametrize("draft", ["plain", "eagle3"])
+def test_a_text_alone_in_a_pool_runs_as_graphs(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, options = prompts(2), {"max_new_tokens": 8, "eos_token_id": []}
     expected = alone(asked, **options)
     with pretended.cuda():
-        pool = Pool(on_the_device("eagle3", policy), 3, MEMORY)
-        assert tokens(pool.generate(asked, **options)) == expected
+        pool = Pool(on_the_device(draft), 3, MEMORY)
+        monkeypatch.setattr(CausalLM, "forward", None)
+        for prompt, answer in zip(asked, expected, strict=True):
+            assert tokens(pool.generate([prompt], **options)) == [answer]
 
 
 @pretends
@@ -305,7 +386,7 @@ def test_caches_that_grow_are_captured_again(monkeypatch: pytest.MonkeyPatch) ->
         pool = Pool(on_the_device(), 2, MEMORY)
         assert tokens(pool.generate(asked[:1], max_new_tokens=4)) == [expected[0][:4]]
         assert tokens(pool.generate(asked, **options)) == expected
-        assert pool.engines[0].target.joined.graphs.captures["lanes ()"] > 1
+        assert pool.engines[0].target.joined.graphs.captures["lanes of 1 ()"] > 1
 
 
 @pretends

@@ -2,9 +2,9 @@
 
 Launches: by policy those of root, level and the rest (verification, walk, commit) of a bfloat16 target of LAYERS layers
 behind an EAGLE-3 head, and those that a further layer adds; `lanes` has those of a plain row of each of so many texts,
-`a layer of lanes` what a layer adds to these; views and uninitialised memory do not count. With kernels,
-the meaning of a served op runs in its place, and as many launches count as its launcher makes for the same arguments:
-kernels, and torch's operations that prepare them. `ops` has these, the most of a call.
+`trees of lanes` those of TREE_ROWS rows, and `a layer of` these what a layer adds; views and uninitialised memory do
+not count. With kernels, the meaning of a served op runs in its place, and as many launches count as its launcher makes
+for the same arguments: kernels, and torch's operations that prepare them. `ops` has these, the most of a call.
 
 Waits: how often the host waits for the device in the cycles of an answer behind the first one, beside the number of
 these cycles and of their draft passes, by policy, draft and sampling.
@@ -70,6 +70,7 @@ SERVED = {
 }  # of what runs in captured cycles
 LAYERS = 4
 TEXTS = 8  # of a pool
+TREE_ROWS = 16  # of each
 PARTS = ("first", "root", "level", "finish")
 GOALS = {"auto first": 2, "auto level": 18, "layer": 10, "auto finish without layers": 26}
 REACHED = tuple(GOALS)  # at most, with kernels
@@ -262,8 +263,8 @@ def figures(counts: Counts) -> dict[str, int]:
     }
 
 
-def joined(texts: int, layers: int) -> int:
-    """Return the launches of the graph that runs a row of each of so many texts."""
+def joined(texts: int, layers: int, rows: int = 1) -> int:
+    """Return the launches of the graph that runs so many rows of each of so many texts."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
         stand_ins = StandIns(device.enter_context(launchers()))
         patch.setattr(_registry, "_loaded", stand_ins.loaded)
@@ -272,20 +273,25 @@ def joined(texts: int, layers: int) -> int:
         model = pretended.moved(toy.tiny("llama", num_hidden_layers=layers).bfloat16())
         target = HuggingFaceTarget(model, captured=True, merge=True)  # type: ignore[arg-type]
         lanes = CapturedLanes([ModuleLane(target) for _ in range(texts)])
-        lanes.locate()
-        lanes.run(())  # what is made on first use is not part of a graph
+        lanes.locate(rows)
+        lanes.run((), rows)  # what is made on first use is not part of a graph
         stand_ins.more = 0
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            lanes.run(())
+            lanes.run((), rows)
         return sum(graph.launches.values()) + stand_ins.more  # type: ignore[attr-defined]
 
 
 def lanes() -> Counts:
-    """Return the launches of one text's row and of those of TEXTS, and what a layer adds to each."""
-    counts = {str(texts): joined(texts, LAYERS) for texts in (1, TEXTS)}
-    more = {name: joined(int(name), LAYERS + 1) - count for name, count in counts.items()}
-    return {"lanes": counts, "a layer of lanes": more}
+    """Return the launches of one text's rows and of those of TEXTS, plain and of trees, and what a layer adds."""
+    found: Counts = {}
+    for name, rows in (("lanes", 1), ("trees of lanes", TREE_ROWS)):
+        counts = {str(texts): joined(texts, LAYERS, rows) for texts in (1, TEXTS)}
+        more = {
+            texts: joined(int(texts), LAYERS + 1, rows) - count for texts, count in counts.items()
+        }
+        found |= {name: counts, f"a layer of {name}": more}
+    return found
 
 
 # ---- waits
@@ -345,7 +351,7 @@ def main() -> None:
         "launches of a call:",
         ", ".join(f"{name} {count}" for name, count in found["kernels"]["ops"].items()),
     )
-    for name in ("lanes", "a layer of lanes"):
+    for name in (name for name in found["kernels"] if "lanes" in name):
         print(f"{name}, by texts: {found['kernels'][name]}")
     for name, figure in figures(found["kernels"]).items():
         print(f"{name}: {figure}, goal {GOALS[name]}")
