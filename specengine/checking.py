@@ -1,6 +1,7 @@
 """Check that an answer is the target's own: token for token, or up to near-ties of the target's logits."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 # differ by about 1e-5, and 1e-3 leaves room for larger models. Typical gaps are several units.
 NEAR_TIE_LOGITS = {torch.bfloat16: 0.5, torch.float16: 0.0625, torch.float32: 1e-3}
 
-_MAX_GAP = 64.0  # larger gaps count as infinite
-_GAP_STEPS = 22  # halvings: the precision of a gap is 64 / 2**22, about 2e-5
+_GAP_STEPS, _GAP_UNIT = 22, 64 / 2**22  # of gaps, about 2e-5; those above 64 count as infinite
 _DRAFT_OPTIONS = ("prediction", "policy", "policy_options")  # plain decoding does not take them
 _NOT_COMPARABLE = ("max_time", "stopping_criteria", "streamer", "return_dict_in_generate")
 
@@ -279,13 +279,9 @@ def swap_gap(sampler: Sampler, logits: Tensor, history: History, token: int) -> 
 
 def _smallest(holds: Callable[[float], bool]) -> float:
     """Return the smallest move for which `holds`, which must stay true for larger ones."""
-    low, high = 0.0, _MAX_GAP
-    if not holds(high):
-        return math.inf
-    for _ in range(_GAP_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return round(high, 4)
+    moves = range(1, 1 + (1 << _GAP_STEPS))
+    place = bisect_left(moves, True, key=lambda move: holds(move * _GAP_UNIT))
+    return round(moves[place] * _GAP_UNIT, 4) if place < len(moves) else math.inf
 
 
 def _flips(

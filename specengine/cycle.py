@@ -303,15 +303,12 @@ class Inspected(Wrapped):
         super().__init__(inner)
         self._policy, self._vocab_size = policy, vocab_size
 
-    def root(self, tree: TokenTree) -> Step:
-        return self._checked(self.inner.root(tree), 1)
-
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         policies.require_nodes(self._policy, "grow", frontier, tree)
-        return self._checked(self.inner.step(tree, frontier), frontier.ids.shape[0])
+        return super().step(tree, frontier)
 
-    def _checked(self, step: Step, rows: int) -> Step:
-        drafters.require_step(self.inner, step, rows, self._vocab_size)
+    def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
+        drafters.require_step(self.inner, step, frontier.ids.shape[0], self._vocab_size)
         return step
 
 

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,28 +207,16 @@ def refuse_misfits(
     require_intact(f"{what}; {'; '.join(listed)}", not listed)
 
 
-def require_input(reason: str, holds: bool) -> None:
-    """Raise InputError with this text unless `holds`."""
-    if not holds:
-        raise InputError(reason)
-
-
-def require_supported(reason: str, holds: bool) -> None:
-    """Raise UnsupportedModelError with this text unless `holds`."""
-    if not holds:
-        raise UnsupportedModelError(reason)
-
-
 def require_or(kind: type[Exception], reason: str, holds: bool) -> None:
     """Raise an error of this kind with this text unless `holds`."""
     if not holds:
         raise kind(reason)
 
 
-def require_intact(problem: str, holds: bool) -> None:
-    """Raise CheckpointError with this text unless `holds`."""
-    if not holds:
-        raise CheckpointError(problem)
+# (reason, holds), with the kinds that most checks raise
+require_input = partial(require_or, InputError)
+require_supported = partial(require_or, UnsupportedModelError)
+require_intact = partial(require_or, CheckpointError)
 
 
 def require_minimum(options: Any, owner: str = "", /, **minimums: float) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -25,7 +26,7 @@ class GGUFSource(Source):
     def __init__(
         self, file: gguf.GGUFFile, config: PretrainedConfig, dtype: torch.dtype, *, name: str
     ) -> None:
-        self.file, self.config = file.without_metadata(), config
+        self.file, self.config = replace(file, metadata={}), config  # a vocabulary may take 40 MB
         self.dtype, self.name = dtype, name
         self._shapes = layer_template(config)
         self._stored = gguf.require_complete(file, config, self._shapes)

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -193,9 +194,7 @@ class Learnt:
         )
         for old in heads.iterdir():
             if int(old.name) < int(name) - 1:  # an engine may be reading the last one
-                for file in old.iterdir():
-                    file.unlink(missing_ok=True)
-                old.rmdir()
+                shutil.rmtree(old)
 
 
 def digest(state: Mapping[str, Tensor]) -> str:

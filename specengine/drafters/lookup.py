@@ -3,6 +3,7 @@
 import importlib
 import math
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -182,14 +183,13 @@ class Suffixes:
     def restart(self, before: Sequence[int]) -> None:
         """Forget everything. The next token stands after `before`, whose own followers do not count."""
         self._tokens = list(before)
-        self._followers: dict[tuple[int, ...], dict[int, int]] = {}
+        self._followers = defaultdict[tuple[int, ...], Counter[int]](Counter)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence."""
         for token in tokens:
             for length in range(1, min(self.longest, len(self._tokens)) + 1):
-                followers = self._followers.setdefault(tuple(self._tokens[-length:]), {})
-                followers[token] = followers.get(token, 0) + 1
+                self._followers[tuple(self._tokens[-length:])][token] += 1
             self._tokens.append(token)
 
     def matches(self, context: Sequence[int]) -> list[tuple[int, dict[int, int]]]:

@@ -35,7 +35,7 @@ from specengine.request.prompts import Prompt, predicted_ids, token_ids
 from specengine.request.sampling import (
     History,
     Sampler,
-    cut_after_stop,
+    first_stop_end,
     of_rows,
     refuse_no_choice,
     signed,
@@ -510,9 +510,8 @@ class TextGeneration(Iterator[StreamPiece], contextlib.AbstractContextManager["T
                     keeper.add(self.prompt, self._tokens)
             except OSError as error:
                 self.stats.notes += [f"{name}: this text was not kept ({error.strerror or error})"]
-        text = cut_after_stop(
-            self._texts.decode(self._tokens), self.options.stops, self.stops_passed
-        )
+        text = self._texts.decode(self._tokens)
+        text = text[: first_stop_end(text, self.options.stops, self.stops_passed)]
         text = text[: len(text) - self.answer.request.stopper.overhang]
         self.result = GenerationResult(
             text,

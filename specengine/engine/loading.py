@@ -5,10 +5,10 @@ import dataclasses
 import errno
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -46,8 +46,6 @@ PLAIN, RECYCLING = ("plain", "none"), "recycling"
 CHECKPOINTS = SimpleNamespace(
     checks=checks, eagle=eagle, embedded=embedded, learnt=learnt, mtp=mtp, pretrained=pretrained
 )
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,19 +111,15 @@ class ModelWatch:
             model.refresh()
 
 
-def _as_if_alone(run: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with tensors made on the CPU and the models' own dtypes, whatever the caller set."""
-
-    @functools.wraps(run)
-    def alone(*arguments: P.args, **options: P.kwargs) -> T:
-        own_dtypes = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-        with torch.device("cpu"), own_dtypes[0], own_dtypes[1], torch.inference_mode(False):
-            return run(*arguments, **options)
-
-    return alone
+@contextlib.contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Make tensors on the CPU and in the models' own dtypes within, whatever the caller set."""
+    own_dtypes = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+    with torch.device("cpu"), own_dtypes[0], own_dtypes[1], torch.inference_mode(False):
+        yield
 
 
-@_as_if_alone
+@_as_if_alone()
 def load(
     model: str | PreTrainedModel | None,
     draft: str | PreTrainedModel | Drafter | None,
@@ -188,7 +182,7 @@ def load(
     )
 
 
-@_as_if_alone
+@_as_if_alone()
 def draft_for(target: "Target", tokenizer: Any, draft: str, options: "LoadOptions") -> Drafter:
     """Return one more draft for a target that is loaded, as `load` would; raises the same errors."""
     resolved = dataclasses.replace(options, graphs=target.captured)

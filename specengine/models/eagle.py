@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specengine import ops
 from specengine.errors import require_input
 from specengine.models import fused
-from specengine.models.attention import Prompt, attend, note_places
+from specengine.models.attention import Prompt, attend, note_places, prompt_mask
 from specengine.models.configs import rope_of
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
@@ -150,10 +150,7 @@ def within(window: int) -> Attend:
         return causal
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = query.shape[-2]
-        mask = (
-            torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
-        )
+        mask = prompt_mask(query.shape[-2], 0, query.device, window)
         return scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
 
     return attend

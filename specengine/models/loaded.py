@@ -63,15 +63,15 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        reading = _Reading({})
+        self._reading = reading = _Reading(
+            {}
+        )  # kept, as no other object may get the ids in the facts
         self._seen = [reading.part(name, module) for name, module in model.named_modules()]
         self._settings = reading.settings()
-        self._configs = reading.configs
-        self._kept = reading.kept  # whose ids stand in the facts: no other object may get them
 
     def changed(self) -> str:
         """Return the first thing that is not as it was, numbers apart; empty where there is none."""
-        recorded, reading = iter(self._seen), _Reading(dict(self._configs))
+        recorded, reading = iter(self._seen), _Reading(dict(self._reading.configs))
         for name, module in self._model.named_modules():
             was = next(recorded, None)
             if (

@@ -51,18 +51,13 @@ def parts_in(names: Collection[str], layers: int) -> set[str]:
 
     A layer beyond the last one is a head if it joins a state with an embedding; else it is one that the config lacks.
     """
-    head_names, inside = {name for name in names if name.startswith("mtp.")}, dict[int, list[str]]()
-    for name in names:
-        match = _LAYER.fullmatch(name)
-        if match is not None and int(match[1]) >= layers:
-            inside.setdefault(int(match[1]), []).append(name)
-    return head_names.union(
-        *(
-            layer_names
-            for layer_names in inside.values()
-            if any(mark in name for name in layer_names for mark in _MARKS)
-        )
-    )
+    beyond = {
+        name: match[1]
+        for name in names
+        if (match := _LAYER.fullmatch(name)) and int(match[1]) >= layers
+    }
+    heads = {number for name, number in beyond.items() if any(mark in name for mark in _MARKS)}
+    return {name for name in names if name.startswith("mtp.") or beyond.get(name) in heads}
 
 
 def names_in_head(names: Collection[str], layers: int, blocks: int = 1) -> dict[str, str]:

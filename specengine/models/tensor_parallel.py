@@ -1,6 +1,7 @@
 """Tensor parallel: one process a rank, as torchrun starts them, and weights split by the model's own plan."""
 
 import atexit
+import functools
 import json
 import os
 import sys
@@ -53,7 +54,7 @@ def require_launched() -> None:
     )
     require_input(
         "tp_plan: these ranks serve an engine already; accepted one engine per run of torchrun",
-        not (dist.is_available() and dist.is_initialized() and _TAKEN),
+        not (dist.is_available() and dist.is_initialized() and ranks.cache_info().currsize),
     )
 
 
@@ -93,15 +94,11 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     return DistributedConfig(tp_size=count, tp_plan=whole or "auto")
 
 
-_TAKEN: list[Ranks] = []
-
-
+@functools.cache
 def ranks() -> Ranks:
     """Return the ranks of this run, once the model is split over them."""
-    if not _TAKEN:
-        control = dist.new_group(backend="gloo", timeout=FOREVER)
-        _TAKEN.append(Ranks(dist.get_rank(), dist.get_world_size(), control))
-    return _TAKEN[0]
+    control = dist.new_group(backend="gloo", timeout=FOREVER)
+    return Ranks(dist.get_rank(), dist.get_world_size(), control)
 
 
 class ShardedLM(CausalLM):

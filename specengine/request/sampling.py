@@ -396,11 +396,6 @@ def first_stop_end(text: str, stop_strings: Sequence[str], passed: int = 0) -> i
     return min((place + len(string) for place, string in places if place >= 0), default=None)
 
 
-def cut_after_stop(text: str, stop_strings: Sequence[str], passed: int = 0) -> str:
-    """Return `text` up to and including the stop string that ends first; the whole text if there is none."""
-    return text[: first_stop_end(text, stop_strings, passed)]
-
-
 def of_rows(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """Return each row's token with its log-probability, and the `count` likeliest; logits: [rows, vocabulary]."""
     scores = logits.float()

@@ -362,12 +362,12 @@ def test_an_interrupt_passes_as_it_is() -> None:
 
 def test_only_the_first_tree_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    original = cycle.Inspected._checked
+    original = cycle.Inspected.changed
 
     def count(self: Any, *given: Any) -> Step:
         looked.append(time.perf_counter())
         return original(self, *given)
 
-    monkeypatch.setattr(cycle.Inspected, "_checked", count)
+    monkeypatch.setattr(cycle.Inspected, "changed", count)
     assert run(policy(), tokens=12) == plainly(12)
     assert len(looked) == 3, "as many as the first tree has passes"

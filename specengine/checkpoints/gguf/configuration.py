@@ -205,8 +205,8 @@ def _model_config(metadata: MetadataFields, architecture: str) -> transformers.P
             and (bool(field) or numbers[0] == 1),
         )
         fields |= {field: numbers[0]} if field else {}
-    fields |= {"rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, form)}
     fields |= {
+        "rope_parameters": _rope_parameters(metadata, sizes["head_dim"], family, form),
         "tie_word_embeddings": _OUTPUT not in file.tensors,
         "eos_token_id": end_ids(file, sizes["vocabulary"]),
         "bos_token_id": special_id(file, "bos_token_id", sizes["vocabulary"]),

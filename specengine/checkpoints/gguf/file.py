@@ -60,6 +60,7 @@ class GGUFTensor:
     part: int = 0
 
 
+@dataclass(eq=False)
 class GGUFFile(AbstractContextManager["GGUFFile"]):
     """An open GGUF file: its metadata and list of tensors, and the tensors' blocks on demand.
 
@@ -67,13 +68,14 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
     descriptors are freed by `close`, by the end of a `with` block, or with the object.
     """
 
-    def __init__(
-        self, sources: "Sequence[_Source]", metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
-    ) -> None:
-        self.path = sources[0].path
-        self.metadata = metadata
-        self.tensors = tensors
-        self._sources = sources
+    _sources: "Sequence[_Source]"
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file, of a split one that of its first part."""
+        return self.parts[0]
 
     @property
     def parts(self) -> list[Path]:
@@ -104,10 +106,6 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
         tensor = self.tensors[name]
         source = self._sources[tensor.part]
         return source.descriptor, tensor.offset, str(source.path)
-
-    def without_metadata(self) -> "GGUFFile":
-        """Return the same open file without metadata, whose vocabulary may take 40 MB."""
-        return GGUFFile(self._sources, {}, self.tensors)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return one tensor in float32, in its shape, times its scale where it has one.

@@ -3,8 +3,10 @@
 # ruff: noqa: RUF009 (the blocks are frozen)
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from specengine.models.families.blocks import (
@@ -253,13 +255,12 @@ class Family:
 
     def keeps(self, config: Any) -> dict[tuple[int, int], int]:
         """Return how many layers have keys and values of their own, by their number of heads and the size of one."""
-        counts: dict[tuple[int, int], int] = {}
-        for number, layer in enumerate(self.layers_of(config)):
-            if layer.attention is not None and layer.attention.reads is None:
-                shape = self.shape_at(config, number)
-                kind = shape.kv_heads, shape.head_dim
-                counts[kind] = counts.get(kind, 0) + 1
-        return counts
+        shapes = (
+            self.shape_at(config, number)
+            for number, layer in enumerate(self.layers_of(config))
+            if layer.attention is not None and layer.attention.reads is None
+        )
+        return Counter((shape.kv_heads, shape.head_dim) for shape in shapes)
 
     def own_inputs(self, config: Any) -> OwnInputs | None:
         """Return the inputs of single layers, which are alike in all of them."""
@@ -301,20 +302,18 @@ class Family:
 
     def orders(self, config: Any) -> dict[str, list[int]]:
         """Return the stored row for each row of the parts of a module, of those that store them by head."""
-        kinds, orders = dict[tuple[Layer, Shape], dict[str, list[int]]](), dict[str, list[int]]()
-        for number, layer in enumerate(self.layers_of(config)):
-            kind = layer, self.shape_at(config, number)
-            if kind not in kinds:
-                kinds[kind] = {
-                    name: rows
-                    for block in layer.firsts
-                    for name, rows in block.orders(kind[1]).items()
-                }
-            orders |= {
-                f"{self.layers.transformers}.{number}.{name}": rows
-                for name, rows in kinds[kind].items()
+
+        @cache
+        def of_kind(layer: Layer, shape: Shape) -> dict[str, list[int]]:
+            return {
+                name: rows for block in layer.firsts for name, rows in block.orders(shape).items()
             }
-        return orders
+
+        return {
+            f"{self.layers.transformers}.{number}.{name}": rows
+            for number, layer in enumerate(self.layers_of(config))
+            for name, rows in of_kind(layer, self.shape_at(config, number)).items()
+        }
 
     def parts(self, config: Any) -> Iterator[Part]:
         """Yield all modules by their whole names."""
