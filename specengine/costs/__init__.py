@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from specengine.errors import InputError, require, require_input, restating
 from specengine.files import read_text
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Points = dict[int, float]  # costs by number of nodes
 
@@ -28,8 +28,8 @@ class CostTable(NamedTuple):
     draft   float32 [width + 1], a draft pass of n nodes
     """
 
-    verify: "Tensor"
-    draft: "Tensor"
+    verify: Tensor
+    draft: Tensor
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PassCosts:
 
     def _column(
         self, base: Points, growth: Points, count: int, longer: int, smallest: int
-    ) -> "Tensor":
+    ) -> Tensor:
         """Return costs of 0 to `count` rows; smallest: rows from which on they are flat if `padded`."""
         column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)
         if self.padded:
@@ -182,10 +182,8 @@ class SharedCosts(PassCosts):
         draft = rows.draft[::passes].clone() if self.joined else texts * rows.draft
         return CostTable(self.added(rows.verify), draft)
 
-    def added(self, rows: "Tensor") -> "Tensor":
+    def added(self, rows: Tensor) -> Tensor:
         """Return the seconds of n nodes of each text, float32 [nodes + 1]; rows: of n rows in all [nodes + texts]."""
-        import torch
-
         texts = self.others + 1
         wanted = texts * torch.arange(
             len(rows) - self.others, device=rows.device, dtype=torch.int64
@@ -300,10 +298,8 @@ def _sorted(points: Points) -> tuple[tuple[int, float], ...]:
 
 
 @lru_cache(maxsize=64)
-def _column(points: tuple[tuple[int, float], ...], count: int) -> "Tensor":
+def _column(points: tuple[tuple[int, float], ...], count: int) -> Tensor:
     """Return costs of 0 to `count` nodes, float32 [count + 1]. Cached: a policy asks for the same points repeatedly."""
-    import torch
-
     seconds = [0.0, *(_at(points, nodes) if points else 0.0 for nodes in range(1, count + 1))]
     return torch.tensor(seconds, dtype=torch.float32, device="cpu")
 

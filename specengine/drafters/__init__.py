@@ -1,14 +1,12 @@
 """Sources of draft distributions, one file each. The file's name is the drafter's name."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -584,7 +582,7 @@ class RowDraft(CapturedDrafter):
             cycle.features,
         )
 
-    def copy_from(self, other: RowDraft, count: int) -> None:
+    def copy_from(self, other: Self, count: int) -> None:
         """Become what another draft of the same weights is after its first `count` tokens, or those of its prompt.
 
         A draft with recurrent states stays as it is: they are those of all tokens that the other one has run.

@@ -5,8 +5,6 @@ also with layers of Gemma 4: DeepSeek's paper (arXiv 2607.05147) and DeepSpec. D
 (#52816). Domino: its paper (arXiv 2605.29707) and SpecForge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +75,7 @@ class DflashConfig(EagleConfig):
     def depths(self) -> int:  # type: ignore[override]
         return self.block_size - (not self.anchored)
 
-    def network(self) -> DflashNet:
+    def network(self) -> "DflashNet":
         return DflashNet(self)
 
 
