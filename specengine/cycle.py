@@ -70,7 +70,6 @@ class Lane:
         return self.reason is not None
 
     def count(self, cycle: Cycle) -> None:
-        """Add a cycle to the statistics."""
         self.stats.elapsed_s = time.perf_counter() - self.began
         self.stats.ttft_s = self.stats.ttft_s or self.stats.elapsed_s
         self.stats.num_generated_tokens += len(cycle.tokens)

@@ -123,7 +123,6 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, cycle: Cycle) -> Self:
-        """Return the outcome of a finished cycle."""
         tree = cycle.tree if cycle.grown is None else cycle.grown
         chosen = torch.tensor(
             cycle.tokens[: len(cycle.path)], device=tree.device, dtype=torch.int64

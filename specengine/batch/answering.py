@@ -214,7 +214,6 @@ def _openai_line(item: Item, response: Any, error: Any) -> dict[str, Any]:
 
 
 def complete(engine: Engine, generation: TextGeneration) -> Generator[None, None, GenerationResult]:
-    """Generate to the end."""
     with generation, engine.target.running():
         yield from finished(generation)
     assert generation.result is not None

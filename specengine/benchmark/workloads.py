@@ -26,7 +26,6 @@ class Workload:
 
     @property
     def text(self) -> str:
-        """Return the first turn."""
         return self.turns[0]
 
 
@@ -58,7 +57,6 @@ def read(
 
 
 def digest(items: Sequence[Workload]) -> str:
-    """Return a hash of these prompts."""
     return hashlib.sha256(
         json.dumps([[item.set, item.id, *item.turns] for item in items]).encode()
     ).hexdigest()[:16]

@@ -161,7 +161,6 @@ def read_keys(file: Path) -> list[str]:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the checked settings of the command line."""
     values = given.values_of(SERVING, arguments)
     values["name"] = next(iter(models_of(arguments)))
     if arguments.api_key_file is not None:

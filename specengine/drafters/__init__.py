@@ -291,7 +291,6 @@ def forget(drafter: Drafter | None) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of all drafters."""
     return registry.names(sys.modules[__name__])
 
 
@@ -597,7 +596,6 @@ class RowDraft(CapturedDrafter):
         self.taken.zero_()
 
     def ended(self, tokens: list[int], drafted: int) -> None:
-        """Take over from captured cycles, which committed these tokens; the first `drafted` of them were surely run."""
         # cycles without a pass have run none of them
         self.cache.length = min(self.cache.length, drafted, len(tokens))
         self._tokens = tokens[: self.cache.length]

@@ -186,7 +186,6 @@ class Suffixes:
         self._followers = defaultdict[tuple[int, ...], Counter[int]](Counter)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence."""
         for token in tokens:
             for length in range(1, min(self.longest, len(self._tokens)) + 1):
                 self._followers[tuple(self._tokens[-length:])][token] += 1
@@ -237,7 +236,6 @@ class SuccessorTable:
         return dict(self._rows.get(token, {}))
 
     def clear(self) -> None:
-        """Forget everything."""
         self._rows.clear()
 
 
@@ -309,7 +307,6 @@ class Copies:
             source.tries = [self._weight] * len(self._prior)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._written.text.restart([])
         self.begin([], [])
 

@@ -19,7 +19,6 @@ from specengine.errors import UnsupportedModelError, require_supported
 from specengine.models import families
 from specengine.models.families import Family, Shape, config_at, scaled_context, stated as stated
 
-# Frequencies do not change with the length; for longrope, up to its original context.
 STEADY_ROPES = "default", "linear", "llama3", "yarn"  # frequencies do not change with the length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 SLIDING = families.SLIDING

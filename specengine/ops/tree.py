@@ -657,7 +657,6 @@ class Free(NamedTuple):
     ranks: list[int]
 
     def append(self, parent: int, token: int, log_prob: float, mark: int, rank: int) -> None:
-        """Append an entry."""
         columns: tuple[list[Any], ...] = self
         for column, value in zip(columns, (parent, token, log_prob, mark, rank), strict=True):
             column.append(value)

@@ -95,7 +95,6 @@ _ANTHROPIC = {
 
 
 def anthropic_error(problem: RequestError) -> dict[str, Any]:
-    """Return an error in the shape of Anthropic's errors."""
     kind = _ANTHROPIC.get(
         problem.status, "api_error" if problem.status >= 500 else "invalid_request_error"
     )

@@ -33,13 +33,11 @@ LINES = "application/x-ndjson"
 
 
 def sse(body: dict[str, Any], event: str = "") -> bytes:
-    """Return one server-sent event."""
     name = f"event: {event}\n".encode() if event else b""
     return name + b"data: " + line(body) + b"\n"
 
 
 def line(body: Mapping[str, Any]) -> bytes:
-    """Return one line of JSON."""
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
 

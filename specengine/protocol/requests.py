@@ -126,7 +126,6 @@ class ResponseFormat(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return options of GenerationOptions."""
         schema = self.given if self.json_schema is None else self.json_schema.given
         if schema is not None:
             return {"json_schema": schema}
@@ -156,7 +155,6 @@ class StructuredOutputs(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return options of GenerationOptions."""
         escapes = {"/": "\\/", "\n": "\\n"}
         grammars = [
             self.grammar,

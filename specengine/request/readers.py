@@ -107,7 +107,6 @@ class ReadingProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         with contextlib.suppress(OSError), self._process:
             pass

@@ -164,7 +164,6 @@ class SharedTokenizer:
 
     @property
     def kind(self) -> type[Any]:
-        """Return the type of the tokenizer."""
         return type(self._given)
 
     def ready(self) -> None:

@@ -48,7 +48,6 @@ async def read(worker: Worker, work: Callable[[Engine, ModelLimits], Result]) ->
 
 
 def add_texts(app: FastAPI, models: Models) -> None:
-    """Add the endpoints."""
     _tokens(app, models)
     _ollama(app, models)
     for path in EMBEDDINGS:

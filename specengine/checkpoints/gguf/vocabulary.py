@@ -153,7 +153,6 @@ class Tokens:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Ids by text."""
         return {text: number for number, text in enumerate(self.texts)}
 
     @cached_property

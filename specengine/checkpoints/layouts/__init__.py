@@ -286,7 +286,6 @@ class Layout(ABC):
 
     @staticmethod
     def layer_config(config: EagleConfig) -> dict[str, Any]:
-        """Return the fields of the decoder layer."""
         rope = dict(config.rope)
         scaling = (
             None
@@ -315,7 +314,6 @@ class Layout(ABC):
 
     @staticmethod
     def fusion_config(config: EagleConfig) -> dict[str, bool]:
-        """Return the fields of EAGLE-3's fusion."""
         return {
             "fc_norm": config.fusion_norm == "each",
             "norm_before_fc": config.fusion_norm == "whole",
@@ -338,7 +336,6 @@ class Layout(ABC):
 
 
 def names() -> list[str]:
-    """Return the names of all layouts, sorted: those of the folder's files."""
     return registry.names(sys.modules[__name__])
 
 

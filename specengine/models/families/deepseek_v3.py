@@ -22,7 +22,6 @@ CHOICE = "mlp.gate.e_score_correction_bias"
 
 
 def experts(config: Any) -> Experts:
-    """Return the experts of a layer that has some."""
     return Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,

@@ -19,7 +19,6 @@ CHOICE = "mlp.gate.moe_statics.e_score_correction_bias"
 
 
 def is_sparse(config: Any, number: int) -> bool:
-    """Return whether a layer has experts."""
     inside = config.moe_layer_start_index <= number <= config.moe_layer_end_index
     return bool(inside and (number + 1) % config.moe_layer_interval == 0)
 

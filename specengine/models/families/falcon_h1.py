@@ -24,7 +24,6 @@ def layer(config: Any, number: int) -> Layer:
 
 
 def mixer(config: Any) -> Mamba2:
-    """Return the mixer of all layers."""
     _, *factors, _ = config.ssm_multipliers
     return replace(
         mamba(config),

@@ -267,7 +267,6 @@ class Family:
         return self.layers_of(config)[0].own
 
     def layers_of(self, config: Any) -> list[Layer]:
-        """Return the blocks of each layer."""
         return [
             self.layer if isinstance(self.layer, Layer) else self.layer(config, number)
             for number in range(self.shape(config).layers)

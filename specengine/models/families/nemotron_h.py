@@ -56,7 +56,6 @@ def network(module: str, suffix: str) -> GatedMLP:
 
 
 def layer(config: Any, number: int) -> Layer:
-    """Return the block of a layer."""
     kind = config.layer_types[number]
     if kind == "linear_attention":
         return replace(ATTENTION, attention=None, mixer=mixer(config))

@@ -18,7 +18,6 @@ ATTENTION = Attention(windows="by type")
 
 
 def is_sparse(config: Any, number: int) -> bool:
-    """Return whether a layer has experts."""
     listed = number in config.mlp_only_layers
     return config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0 and not listed
 

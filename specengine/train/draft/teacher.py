@@ -67,7 +67,6 @@ class HeadTeacher(ABC):
         """Run whole sequences without padding. tokens: int64 [batch, length]."""
 
     def read_text(self, text: Text) -> Reading:
-        """Return the reading of one text."""
         return self.read(text.tokens.long().to(self.device)[None])
 
     def read_batch(
