@@ -127,6 +127,7 @@ class NativeLM:
         return self.source.model()
 
     def widen(self, context: int) -> None:
+        """Accept texts of up to `context` tokens, whatever the config says."""
         self.max_context = max(self.max_context, context)
 
     @property
