@@ -949,14 +949,16 @@ class NativeTarget(CachedTarget):
 
     def _extend(self, tokens: list[int]) -> Tensor | None:
         """Run the rest of a prompt, and mark it; a long one before its end, where the next turn may begin otherwise."""
-        marks_before = self.cache.states and len(tokens) >= LONG_PROMPT
-        after_mark = MARKED_BEFORE if marks_before else 0
+        after_mark = self._after_mark(len(tokens))
         before = super()._extend(tokens[: len(tokens) - after_mark])
         self.cache.mark()
         if not after_mark:
             return before
         last = super()._extend(tokens[-after_mark:])
         return None if before is None or last is None else torch.cat([before, last])
+
+    def _after_mark(self, tokens: int) -> int:
+        return MARKED_BEFORE if self.cache.states and tokens >= LONG_PROMPT else 0
 
     def verify(self, tree: TokenTree) -> tuple[Tensor, Tensor | None]:
         rows = self._run(tree, greedy=False)
