@@ -20,9 +20,8 @@ from specengine.drafters import Drafter, RowDraft, Wrapped, innermost, reserve
 from specengine.drafters._wrappers import Origins
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 from specengine.models import SharedRows, Successors, Target
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import CAPACITY, TokenTree
+from specengine.ops import Nodes, Step, TokenTree
+from specengine.ops.tree import CAPACITY
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
 from specengine.request.sampling import History, Sampler, Stopper, of_rows, refuse_no_choice
@@ -593,7 +592,8 @@ def verify(
     seconds.verify += -clock + (clock := time.perf_counter())
     path, tokens = walk(tree, choose, lane.commit, driver.policy)
     seconds.walk = time.perf_counter() - clock
-    refuse_no_choice(tokens[0] if tokens else None, lane.history.length)
+    if not tokens:
+        refuse_no_choice(None, lane.history.length)
     top = lane.sampler.logprobs
     logprobs = None if top is None or logits is None else of_rows(logits[path], tokens, top)
     end = None if lane.reason is None else drafted_end(tree, path, lane)

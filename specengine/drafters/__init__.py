@@ -291,6 +291,7 @@ def forget(drafter: Drafter | None) -> None:
 
 
 def names() -> list[str]:
+    """Return the names of all drafters."""
     return registry.names(sys.modules[__name__])
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from specengine import ops
 from specengine.drafters import Drafter, Wrapped
-from specengine.ops import Nodes
-from specengine.ops.select import COPIED, FREE, RECYCLED, Step, ids_with
-from specengine.ops.tree import Free, TokenTree
+from specengine.ops import Free, Nodes, Step, TokenTree
+from specengine.ops.select import COPIED, FREE, RECYCLED, ids_with
 
 if TYPE_CHECKING:
     from specengine.request.grammars import Constraint

@@ -11,9 +11,7 @@ from torch.nn.functional import pad
 from specengine.drafters.eagle import EagleDraft
 from specengine.models.dflash import DflashHead
 from specengine.models.native import NativeDflashHead
-from specengine.ops import Nodes
-from specengine.ops.select import Step
-from specengine.ops.tree import TokenTree
+from specengine.ops import Nodes, Step, TokenTree
 
 # Tokens of a position that are corrected, its likeliest ones, as by dspark_draft_topk of vLLM: each level of a tree
 # would else read DSpark's table of the whole vocabulary.

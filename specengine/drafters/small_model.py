@@ -25,8 +25,7 @@ from specengine.models.huggingface import CausalLM
 from specengine.models.kv_cache import LanguageModel, Rows
 from specengine.models.native import NativeLM, from_model
 from specengine.models.refusals import NoTreesError
-from specengine.ops import PassRows
-from specengine.ops.tree import TokenTree
+from specengine.ops import PassRows, TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle
 

@@ -61,9 +61,8 @@ from specengine.models.refusals import (
     refuse_unsupported,
 )
 from specengine.models.twins import Packed, evaluating, set_attention, worth_packing
-from specengine.ops import Slabs
+from specengine.ops import Slabs, TokenTree
 from specengine.ops.cuda_graphs import room
-from specengine.ops.tree import TokenTree
 
 # prompts are run in pieces of this many tokens, which bounds the memory of a long prompt
 PREFILL_ROWS = 1024

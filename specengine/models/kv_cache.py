@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specengine import ops
 from specengine.models import SharedRows, Target, common_prefix
-from specengine.ops import WORD_BITS, Nodes, Paths
-from specengine.ops.tree import TokenTree
+from specengine.ops import WORD_BITS, Nodes, Paths, TokenTree
 
 LONG_PROMPT, MARKED_BEFORE = 64, 8  # tokens of a prompt that is marked, and how far before its end
 GRANULE = 256  # capacities are rounded up to a multiple of this many slots

@@ -780,9 +780,9 @@ class TokenTree:
         if capacity < 1:
             raise ValueError(f"capacity: got {capacity}, at least 1 node (the root) is needed")
         blank = _blank(capacity, torch.device(device))
-        if is_free(blank.size):  # small copies take less time than dividing one
-            arrays: Any = tuple(array.clone() for array in blank.arrays)
-            counters: Any = tuple(counter.clone() for counter in blank.counters)
+        if blank.size.device.type == FREE:  # small copies take less time than dividing one
+            arrays: Any = tuple(map(Tensor.clone, blank.arrays))
+            counters: Any = tuple(map(Tensor.clone, blank.counters))
             _fill(self, arrays, counters)
         else:
             _divide(self, cast(Tensor, blank.memory).clone(), capacity)

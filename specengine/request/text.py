@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -42,18 +42,39 @@ class Decoder:
         self._without_text: set[int] = set()
         self._bytes: dict[int, bool] = {}
 
-    def __call__(self, tokens: list[int]) -> str:
-        if self.shown.isdisjoint(tokens):
-            return self._text(tokens)
+    def __call__(self, tokens: list[int], **changes: Any) -> str:
+        """Return the text of tokens, without those that have none; changes: of the tokenizer's options.
+
+        A tokenizer is somebody else's program: what raises, or gives anything but text, is left out.
+        """
+        if self.tokenizer is None or not tokens:
+            return ""
+        if not changes and not self.shown.isdisjoint(tokens):
+            return self._with_shown(tokens)
+        if self._without_text:
+            tokens = [token for token in tokens if token not in self._without_text]
+        try:
+            options = self._options | changes if self._options else {}
+            if isinstance(text := self.tokenizer.decode(tokens, **options), str):
+                return text
+        except ENDS:
+            raise
+        except BaseException:  # looked into below
+            pass
+        if len(tokens) == 1:
+            self._without_text.update(tokens)
+            return ""
+        before = len(self._without_text)
+        texts = [self([token], **changes) for token in tokens]
+        return self(tokens, **changes) if len(self._without_text) > before else "".join(texts)
+
+    def _with_shown(self, tokens: list[int]) -> str:
         parts, start = [], 0
         for at, token in enumerate(tokens):
             if token in self.shown:
-                parts += [
-                    self._text(tokens[start:at]),
-                    self._text([token], skip_special_tokens=False),
-                ]
+                parts += [self(tokens[start:at]), self([token], skip_special_tokens=False)]
                 start = at + 1
-        return "".join(parts) + self._text(tokens[start:])
+        return "".join(parts) + self(tokens[start:])
 
     @property
     def lookback(self) -> int:
@@ -88,35 +109,6 @@ class Decoder:
             token for token, text in texts if text and any(text in string for string in strings)
         }
         return frozenset(specials - self.shown)
-
-    def _text(self, tokens: list[int], **changes: Any) -> str:
-        if self.tokenizer is None or not tokens:
-            return ""
-        options = self._options | changes if self._options else {}
-        if self._without_text:
-            tokens = [token for token in tokens if token not in self._without_text]
-        if (text := self._attempt(tokens, options)) is not None:
-            return text
-        self._without_text.update(
-            token for token in set(tokens) if self._attempt([token], options) is None
-        )
-        tokens = [token for token in tokens if token not in self._without_text]
-        text = self._attempt(tokens, options)
-        return (
-            "".join(self._attempt([token], options) or "" for token in tokens)
-            if text is None
-            else text
-        )
-
-    def _attempt(self, tokens: list[int], options: Mapping[str, Any]) -> str | None:
-        """Return None if the tokenizer, somebody else's program, raises or returns anything but text."""
-        try:
-            text = self.tokenizer.decode(tokens, **options)
-        except ENDS:
-            raise
-        except BaseException:
-            return None
-        return text if isinstance(text, str) else None
 
     def name(self, token: int) -> Any:
         """Return the tokenizer's own name of a token; None if it has none."""

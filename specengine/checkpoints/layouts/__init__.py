@@ -336,6 +336,7 @@ class Layout(ABC):
 
 
 def names() -> list[str]:
+    """Return the names of all layouts, sorted: those of the folder's files."""
     return registry.names(sys.modules[__name__])
 
 

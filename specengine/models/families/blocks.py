@@ -286,6 +286,7 @@ class Mixer:
         return ""
 
     def orders(self, shape: Shape) -> dict[str, list[int]]:
+        """Return the stored row for each row of a module's parts, where these are not one after the other."""
         return {}
 
     def orders_in_files(self) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ import copy
 import functools
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -290,7 +291,8 @@ class NativeLM:
             )
         if start + tokens.shape[0] > self.max_context:  # no row's position is beyond its slot
             positions = positions.clamp(max=self.max_context - 1)
-        with counted(self), self._turn:
+        began = time.perf_counter()
+        with self._turn:
             self.experts = self.packing.decoder.forward(
                 positions.contiguous(),
                 prefix,
@@ -310,6 +312,7 @@ class NativeLM:
                 added,
                 routing,
             )
+        self.seconds += time.perf_counter() - began
 
     def rows_of(
         self, tokens: list[int], cache: KVCache, features: tuple[int, ...] = ()
