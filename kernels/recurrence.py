@@ -136,7 +136,7 @@ def _recur(
         at_key = (row * key_heads + shared) * keys + channel
         at_value = (row * heads + head) * values + column
         keyed = tl.load(key + at_key, mask=some_keys, other=0.0)
-        asked = tl.load(query + at_key, mask=some_keys, other=0.0)
+        query_row = tl.load(query + at_key, mask=some_keys, other=0.0)
         update = tl.load(value + at_value, mask=some_columns, other=0.0)
         decay = tl.load(decays + row * heads + head)
         current = current * decay
@@ -144,8 +144,8 @@ def _recur(
             update = update - tl.sum(current * keyed, 0, keep_dims=True)
         update = update * tl.load(rates + row * heads + head)
         current = current + keyed * update
-        given = tl.sum(current * asked, 0, keep_dims=True)
-        tl.store(out + at_value, given, mask=some_columns)
+        output = tl.sum(current * query_row, 0, keep_dims=True)
+        tl.store(out + at_value, output, mask=some_columns)
         if TREE:
             tl.store(stored_updates + at_value, update, mask=some_columns)
             if block == 0:

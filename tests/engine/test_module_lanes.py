@@ -328,7 +328,7 @@ def test_rows_of_trees_in_a_graph_are_those_of_each_alone(family: str) -> None:
     with pretended.cuda():
         target = HuggingFaceTarget(pretended.moved(small(family)), captured=True)
         lanes, _ = texts(target, 1)
-        joined, kept = CapturedLanes(lanes), [lane.cache.slab for lane in lanes]
+        joined = CapturedLanes(lanes)
         for sizes in (
             {0: 17, 2: 1, 4: 9},
             {1: 2, 2: 8},
@@ -348,8 +348,8 @@ def test_rows_of_trees_in_a_graph_are_those_of_each_alone(family: str) -> None:
                 )
                 for place, tree in trees.items()
             }
-            for slab in kept:
-                slab[:, :, :, -50:] = float("nan")
+            for lane in lanes:
+                lane.cache.slab[:, :, :, -50:] = float("nan")
             batch: list[Any] = [
                 lanes[place].ask(tree, greedy=False) for place, tree in trees.items()
             ]

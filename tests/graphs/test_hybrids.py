@@ -44,13 +44,13 @@ def engine_of(family: str, policy: str | None, *, captured: bool) -> Engine:
 
 def turns(engine: Engine, ways: list[dict[str, Any]]) -> list[Any]:
     """The answers to one prompt, each after those before; then of a prompt that goes on with the last."""
-    found = [answer(engine, way | {"eos_token_id": []}, PROMPT) for way in ways]
+    answers = [answer(engine, way | {"eos_token_id": []}, PROMPT) for way in ways]
     text = [*PROMPT, *engine.generate(PROMPT, max_new_tokens=9, eos_token_id=[]).token_ids]
     for prompt in ([*text, 1, 2, 3], [*PROMPT[:66], 3, 3, 3], [*PROMPT[:9], 4, 4]):
         options = {"max_new_tokens": 6, "eos_token_id": []}
         result = TextGeneration(engine, prompt, options, reuse_cache=True).run()
-        found.append((result.token_ids, result.stats.num_accepted_draft_tokens))
-    return found
+        answers.append((result.token_ids, result.stats.num_accepted_draft_tokens))
+    return answers
 
 
 @pytest.mark.sliced(2)

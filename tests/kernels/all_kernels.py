@@ -346,21 +346,21 @@ def states(seed: int, device: str) -> None:
     stored.append(query.new_full((nodes + 3, heads, values), math.nan))
     scratch = query.new_full((nodes, heads, keys, values), math.nan)
     rows = *(part.to(device) for part in (lineage.parents, lineage.branches)), scratch, *stored
-    given, delta = (query, key, value, *scalars, state), seed % 2 == 0
-    found = recurrence.tree_recurrence(*given, rows, delta=delta)
+    arguments, delta = (query, key, value, *scalars, state), seed % 2 == 0
+    outputs = recurrence.tree_recurrence(*arguments, rows, delta=delta)
     parents = tree.parents.tolist()
     path = [nodes - 1]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
     ids = torch.tensor(path + [0] * (nodes + 3 - len(path)), device=device)
-    chain = [part[path].contiguous() for part in given[:5]]
+    chain = [part[path].contiguous() for part in arguments[:5]]
     text, folded = state.clone(), state[None].clone()
     recurrence.tree_recurrence(*chain, text, None, delta=delta)
     layers = [part[None] for part in stored]
     recurrence.advance_states(folded, *layers, ids, number(len(path), device))
-    wide = [part.double() for part in given]
-    wanted, updates, states = recurrence.reference(*wide, parents, delta=delta)
-    for one, other in ((found, wanted), (stored[2][:nodes], updates)):
+    wide = [part.double() for part in arguments]
+    expected, updates, states = recurrence.reference(*wide, parents, delta=delta)
+    for one, other in ((outputs, expected), (stored[2][:nodes], updates)):
         torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5, msg=str(seed))
     assert torch.equal(folded[0], text), seed
     torch.testing.assert_close(text.double(), states[-1], rtol=2e-5, atol=2e-5, msg=str(seed))
@@ -376,11 +376,11 @@ def convolutions(seed: int, device: str) -> None:
     sources = ops.lineage_of(toy.random_tree(seed, nodes, 500).ancestors, taps).sources.to(device)
     inputs = random(nodes + taps - 1, channels + 16, seed=seed).to(device, kind)[:, :channels]
     weight, bias = (random(channels, size, seed=seed + 1).to(device, kind) for size in (taps, 1))
-    given = inputs, weight, bias[:, 0].contiguous() if seed % 3 else None, sources
-    found = recurrence.tree_convolution(*given, silu=seed % 2 == 0)
-    wanted = recurrence.convolution_reference(*given, silu=seed % 2 == 0)
+    arguments = inputs, weight, bias[:, 0].contiguous() if seed % 3 else None, sources
+    outputs = recurrence.tree_convolution(*arguments, silu=seed % 2 == 0)
+    expected = recurrence.convolution_reference(*arguments, silu=seed % 2 == 0)
     limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[kind]
-    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit, msg=str(seed))
+    torch.testing.assert_close(outputs, expected, rtol=limit, atol=limit, msg=str(seed))
 
 
 # groups of inputs that share a scale, of 0 all; bits of a code; how scales are stored, and whether there are offsets
