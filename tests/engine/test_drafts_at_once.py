@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import inspect
 import pkgutil
+import typing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +31,7 @@ from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.errors import UnsupportedModelError
 from specengine.models import kv_cache
-from specengine.models.eagle import head_from
+from specengine.models.eagle import EagleHead, TorchHead, head_from
 from specengine.models.native import NativeDflashHead, NativeHead, NativeLM, NativeTarget
 from specengine.ops.tree import TokenTree
 from specengine.records import Cycle, Seconds
@@ -230,9 +231,8 @@ def test_every_class_of_drafts_and_heads_stands_here(tmp_path: Path) -> None:
 
 def heads() -> list[type]:
     """Return what an EagleDraft accepts as its head, and what runs those that do not run themselves."""
-    names = inspect.signature(EagleDraft.__init__).parameters["head"].annotation.split(" | ")
-    own = vars(importlib.import_module("specengine.drafters.eagle"))
-    return [own["TorchHead"], *(own[name] for name in names if name != "EagleHead")]
+    accepted = typing.get_args(typing.get_type_hints(EagleDraft.__init__)["head"])
+    return [TorchHead, *(head for head in accepted if head is not EagleHead)]
 
 
 def answers(engine: Engine, options: dict[str, Any]) -> list[tuple[list[int], str]]:
