@@ -464,9 +464,10 @@ class RowDraft(CapturedDrafter):
         if not self.shares:
             return None
         if frontier is None:
-            rows = self._root_rows(tree, free=True)
+            rows = self._root_rows(tree, free=ops.is_free(self.taken))
         else:
-            rows = self._level_rows(tree, Nodes(frontier.alive(), frontier.live))
+            ids = frontier.alive() if ops.is_free(frontier.live) else frontier.ids
+            rows = self._level_rows(tree, Nodes(ids, frontier.live))
         self._asked = None if rows is None else (*rows, self._shared(*rows))
         return None if self._asked is None else self._asked[2]
 

@@ -23,12 +23,13 @@ from specengine.models.eagle import (
     DraftHead,
     EagleHead,
     EagleRunner,
+    HeadRows,
     TorchHead,
     head_from,
     with_appended_tokens,
 )
 from specengine.models.kv_cache import LanguageModel, Rows
-from specengine.models.native import HeadRows, NativeHead, NativeLM
+from specengine.models.native import NativeHead, NativeLM
 from specengine.ops import Nodes, PassRows
 from specengine.options import LoadOptions
 
@@ -243,6 +244,7 @@ class EagleDraft(RowDraft):
             pass_rows.sources,
             self._features[:count] if first else None,
             1 if first else count,
+            pass_rows.one,
         )
 
     def _run(

@@ -275,6 +275,7 @@ class DflashNet(EagleHead):
 class DflashHead(TorchHead):
     """Run a DFlash head; its cache holds keys and values of committed tokens, from the target's states of these."""
 
+    shares = False
     config: DflashConfig
 
     def _prefill(self, features: Tensor, tokens: Tensor, positions: Tensor) -> None:

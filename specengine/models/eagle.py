@@ -5,7 +5,7 @@ over a cache.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, cast
@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specengine import ops
 from specengine.errors import require_input
-from specengine.models import fused
+from specengine.models import SharedRows, fused
 from specengine.models.attention import Prompt, attend, note_places, prompt_mask
 from specengine.models.configs import rope_of
 from specengine.models.huggingface import PREFILL_ROWS
@@ -411,6 +411,31 @@ def _norm(size: int, config: EagleConfig) -> nn.RMSNorm:
 # ---- heads over a cache
 
 
+@dataclass(eq=False)
+class HeadRows(SharedRows):
+    """Rows of one text that a head is to run.
+
+    model     a copy of the head, with the text's cache
+    rows      what they are and see
+    states    [any, hidden], whose rows `sources` are read unless there are `features` of the target, [n, features]
+    rated     of how many rows the results are used, the last ones
+    one       int64 [1], the row whose results are used where padding may follow it; None: none does
+    out       the recurrent states of these rows, once they were run, [rated, hidden]
+    logits    theirs, [rated, draft vocabulary]
+    """
+
+    drafts = True
+    model: Any
+    rows: Rows
+    states: Tensor
+    sources: Tensor
+    features: Tensor | None
+    rated: int
+    one: Tensor | None = None
+    out: Tensor = field(init=False)
+    logits: Tensor = field(init=False)
+
+
 class DraftHead(ABC):
     """Run a head's rows; row i pairs the target's state at position i with token i + 1.
 
@@ -508,9 +533,12 @@ class EagleRunner(DraftHead):
 class TorchHead(EagleRunner):
     """Run an EAGLE head's module on any device."""
 
+    shares = True
+
     def __init__(self, head: EagleHead, target: LanguageModel, pack: bool | None = None) -> None:
         super().__init__(head.config, target, head.dtype)
         self.module, self._target, self.dtype = head, target, head.dtype
+        self.weights_of = head
         self.target_ids, self.weights = head.target_ids(), (head,)
         self._packed: Packed | None = Packed(head) if worth_packing(head, pack) else None
         self._runs: Any = head
@@ -549,36 +577,62 @@ class TorchHead(EagleRunner):
         one: Tensor | None,
         features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if len(self.reads[0]) < self.cache.capacity and ops.is_free(rows.slot):
-            self.refresh()
-        if features is not None:
-            states = self._runs.fuse(features.to(self.dtype))
-        if self._window is not None:
-            note_places(self.cache, rows)
+        batch = HeadRows(
+            self, rows, states, sources, features, len(rows) if one is None else 1, one
+        )
+        self.run_lanes([batch])
+        return batch.logits, batch.out
+
+    def run_lanes(self, batch: Sequence[HeadRows]) -> None:
+        """Run rows of several texts in one forward, each over the cache of its own head."""
+        for each in batch:
+            head, slot = each.model, each.rows.slot
+            if len(head.reads[0]) < head.cache.capacity and ops.is_free(slot):
+                head.refresh()
+            if self._window is not None:
+                note_places(head.cache, each.rows)
+        self._fuse(batch)
         table = getattr(self._target, "table", None)  # none of a model whose weights are packed
         if self.config.own_embeddings:
             table = self.module.embed_tokens.weight
+        attends = _RowAttention(batch, self._window)
         if self._fused is not None and table is not None and table.dtype is self.dtype:
-            turn, slab = ops.Rotation(*self.reads), self.cache.slab[0]
-            recurrent, read = self._fused.run(
-                states, sources, table, rows, turn, slab, self._window, one
-            )
+            recurrent, read = self._fused.run(batch, table, attends)
         else:
-            if table is None:
-                hidden, embeddings = (
-                    states.index_select(0, sources),
-                    self._target.embed(rows.tokens),
-                )
-            else:
-                hidden, embeddings = ops.gather_rows(states, sources, table, rows.tokens)
-            inputs = hidden, embeddings.to(self.dtype), rows.positions
-            recurrent = self._runs(
-                *(tensor[None] for tensor in inputs),
-                _RowAttention(self.cache, rows, self.reads, self._window),
-            )[0]
-            recurrent = recurrent if one is None else recurrent.index_select(0, one)
-            read = self._runs.readout(recurrent)
-        return self._logits(read), recurrent
+            recurrent, read = self._run_module(batch, table, attends)
+        logits, counts = self._logits(read), [each.rated for each in batch]
+        for each, out, rated in zip(
+            batch, recurrent.split(counts), logits.split(counts), strict=True
+        ):
+            each.out, each.logits = out, rated
+
+    def _fuse(self, batch: Sequence[HeadRows]) -> None:
+        """Take what the target's features give, of all rows that have any, as their states."""
+        unread = [each for each in batch if each.features is not None]
+        if not unread:
+            return
+        features = [cast(Tensor, each.features) for each in unread]
+        states = self._runs.fuse(fused.joined(features).to(self.dtype))
+        for each, rows in zip(unread, states.split([*map(len, features)]), strict=True):
+            each.states = rows
+
+    def _run_module(
+        self, batch: Sequence[HeadRows], table: Tensor | None, attends: "_RowAttention"
+    ) -> tuple[Tensor, Tensor]:
+        """Return the recurrent states of the rows that are used, and what the vocabulary head reads of them."""
+        inputs = [
+            (each.states.index_select(0, each.sources), self._target.embed(each.rows.tokens))
+            if table is None
+            else ops.gather_rows(each.states, each.sources, table, each.rows.tokens)
+            for each in batch
+        ]
+        hidden, embeddings = map(fused.joined, zip(*inputs, strict=True))
+        positions = fused.joined([each.rows.positions for each in batch])
+        recurrent = self._runs(
+            hidden[None], embeddings.to(self.dtype)[None], positions[None], attends
+        )[0]
+        recurrent = fused.rated(recurrent, batch)
+        return recurrent, self._runs.readout(recurrent)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Return logits, [rows, draft vocabulary], of states after the final norm."""
@@ -598,19 +652,26 @@ def _fits(head: EagleHead, device: torch.device) -> bool:
 
 
 class _RowAttention:
-    """Attention of rows, which rotates them and puts their keys and values where they belong."""
+    """Attention of rows, which rotates them and puts their keys and values where they belong, text by text."""
 
-    def __init__(
-        self, cache: KVCache, rows: Rows, tables: tuple[Tensor, Tensor], window: int | None
-    ) -> None:
-        self.slab, self.rows, self.tables, self.window = cache.slab[0], rows, tables, window
+    def __init__(self, batch: Sequence[HeadRows], window: int | None) -> None:
+        self._batch, self._window = batch, window
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows = self.rows
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **norms: Any) -> Tensor:
+        """Return [1, heads, rows, head size]; norms: of queries and keys, as in ops.Rotation."""
+        counts = [len(each.rows) for each in self._batch]
+        texts = zip(self._batch, *(states[0].split(counts, 1) for states in (query, key, value)))
+        return fused.joined([self._attend(*text, norms) for text in texts], 1)[None]
+
+    def _attend(
+        self, text: HeadRows, query: Tensor, key: Tensor, value: Tensor, norms: dict[str, Any]
+    ) -> Tensor:
+        rows, slab = text.rows, text.model.cache.slab[0]
+        turn = ops.Rotation(*text.model.reads, **norms)
         rotated = ops.rope_store(
-            query[0], key[0], value[0], rows.positions, self.tables, self.slab, rows.slot, rows.live
+            query, key, value, rows.positions, turn, slab, rows.slot, rows.live
         )
-        return attend(rotated, self.slab[0], self.slab[1], rows, window=self.window)[None]
+        return attend(rotated, slab[0], slab[1], rows, window=self._window)
 
 
 def embed_for(head: EagleHead, target: LanguageModel, tokens: Tensor) -> Tensor:

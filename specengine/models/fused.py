@@ -10,7 +10,7 @@ Families whose modules are known are served. The layers are compared with the mo
 
 import copy
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -343,53 +343,60 @@ class FusedHead:
         self._gates = Products([mlp.gate_proj, mlp.up_proj], merge=True)
 
     def run(
-        self,
-        states: Tensor,
-        sources: Tensor,
-        table: Tensor,
-        rows: Rows,
-        turn: Rotation,
-        slab: Tensor,
-        window: int | None,
-        one: Tensor | None,
+        self, batch: Sequence[Any], table: Tensor, attends: Callable[..., Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the recurrent states of rows, or of the row `one` alone, and what the vocabulary head reads of them.
+        """Return the recurrent states of the rows that are used, and what the vocabulary head reads of them.
 
-        states, sources, table: as of `ops.gather_rows`; turn: the head's tables; slab: [2, KV heads, slots, head size].
+        batch: HeadRows of several texts; table: of embeddings; attends: as models.eagle has it for rows.
         """
         head, attention = self._head, self._layer.self_attn
-        inputs, residual = self._entered(states, sources, table, rows.tokens)
-        query, key, value = self._projections.heads(inputs, attention.head_dim)
+        inputs, residual = self._entered(batch, table)
+        states = self._projections.heads(inputs, attention.head_dim)
+        norms: dict[str, Any] = {}
         if head.config.qk_norm:
             first, second = attention.q_norm, attention.k_norm
-            turn = turn._replace(q_norm=first.weight, k_norm=second.weight, eps=first.eps)
-        query = ops.rope_store(query, key, value, rows.positions, turn, slab, rows.slot, rows.live)
-        heads = attend(query, slab[0], slab[1], rows, window=window)
-        attended = attention.o_proj(heads.transpose(0, 1).reshape(len(rows), -1))
+            norms = {"q_norm": first.weight, "k_norm": second.weight, "eps": first.eps}
+        heads = attends(*(each[None] for each in states), **norms)[0]
+        attended = attention.o_proj(heads.transpose(0, 1).reshape(len(inputs), -1))
         after = self._layer.post_attention_layernorm
         normed, total = ops.add_rms_norm(attended, residual, after.weight, after.eps)
         added = self._layer.mlp.down_proj(ops.silu_mul(*self._gates(normed)))
-        if one is not None:
-            added, total = added.index_select(0, one), total.index_select(0, one)
+        added, total = rated(added, batch), rated(total, batch)
         if head.config.version == 1 or not (head.config.norm_recurrent or head.config.norm_logits):
             total = total + added
             return total, total
         normed, total = ops.add_rms_norm(added, total, head.norm.weight, head.norm.eps)
         return normed if head.config.norm_recurrent else total, normed
 
-    def _entered(
-        self, states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _entered(self, batch: Sequence[Any], table: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the attention reads, [n, width], and the residual, [n, hidden size]."""
+        sources = [(each.states, each.sources, table, each.rows.tokens) for each in batch]
         if self._head.config.version == 1:
-            hidden, embeddings = ops.gather_rows(states, sources, table, tokens)
-            fused = self._head.fc(torch.cat([embeddings, hidden], -1))
+            rows = [torch.cat(ops.gather_rows(*source)[::-1], -1) for source in sources]
+            fused = self._head.fc(joined(rows))
             return fused, fused
         first, second = self._layer.input_layernorm, self._layer.hidden_norm
-        inputs, hidden = ops.gather_norms(
-            states, sources, table, tokens, (first.weight, second.weight), first.eps
-        )
+        weights = first.weight, second.weight
+        normed = [ops.gather_norms(*source, weights, first.eps) for source in sources]
+        inputs, hidden = map(joined, zip(*normed, strict=True))
         return inputs, inputs.chunk(2, -1)[1] if self._layer.norm_before_residual else hidden
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return the rows of several texts as one tensor, those of one as they are."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def rated(states: Tensor, batch: Sequence[Any]) -> Tensor:
+    """Return the rows of HeadRows whose results are used."""
+    if all(each.one is None for each in batch):
+        return states
+    parts = states.split([len(each.rows) for each in batch])
+    picked = [
+        part if each.one is None else part.index_select(0, each.one)
+        for part, each in zip(parts, batch, strict=True)
+    ]
+    return joined(picked)
 
 
 def _window(attention: nn.Module) -> int | None:

@@ -21,9 +21,10 @@ from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool, scheduler
 from specengine.errors import InputError
+from specengine.models.eagle import HeadRows
 from specengine.models.extension import WITH_PAIRS
 from specengine.models.kv_cache import Rows
-from specengine.models.native import HeadRows, NativeHead, NativeLM, NativeTarget, RowBatch
+from specengine.models.native import NativeHead, NativeLM, NativeTarget, RowBatch
 from specengine.ops.tree import TokenTree
 from tests.engine import schedules
 from tests.engine.lanes import KINDS, engine_of, lm_of, prompts

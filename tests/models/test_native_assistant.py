@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from specengine import Engine
 from specengine.engine import Pool
 from specengine.errors import UnsupportedModelError
+from specengine.models.eagle import HeadRows
 from specengine.models.kv_cache import Rows
 from specengine.models.mtp import AssistantHead
-from specengine.models.native import HeadRows, lm
+from specengine.models.native import lm
 from specengine.models.native.lm import NativeAssistant
 from tests.checkpoints.test_gguf_families import write
 from tests.models.native_engines import needs_extension, plainly

@@ -2,7 +2,6 @@
 
 from specengine.models.native.lm import (
     PREFILL_ROWS,
-    HeadRows,
     NativeDflashHead,
     NativeHead,
     NativeLane,
@@ -15,7 +14,6 @@ from specengine.models.native.loaded import from_model
 
 __all__ = [
     "PREFILL_ROWS",
-    "HeadRows",
     "NativeDflashHead",
     "NativeHead",
     "NativeLM",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from specengine.models.configs import (
     shape_of,
 )
 from specengine.models.dflash import DflashConfig, DflashHead
-from specengine.models.eagle import EagleConfig, EagleRunner, head_from, rope_frequencies
+from specengine.models.eagle import EagleConfig, EagleRunner, HeadRows, head_from, rope_frequencies
 from specengine.models.extension import (
     extension,
     instruction_set,
@@ -493,29 +493,6 @@ def run_from(
         thread_count(),
     )
     return states
-
-
-@dataclass(eq=False)
-class HeadRows(SharedRows):
-    """Rows of one text that a head is to run.
-
-    model     a copy of the head, with the text's cache
-    rows      what they are and see
-    states    [any, hidden], whose rows `sources` are read unless there are `features` of the target, [n, features]
-    rated     of how many rows the results are used, the last ones
-    out       the recurrent states of these rows, once they were run, [rated, hidden]
-    logits    theirs, float32 [rated, draft vocabulary]
-    """
-
-    drafts = True
-    model: "NativeHead | NativeAssistant"
-    rows: Rows
-    states: Tensor
-    sources: Tensor
-    features: Tensor | None
-    rated: int
-    out: Tensor = field(init=False)
-    logits: Tensor = field(init=False)
 
 
 class NativeHead(EagleRunner):
