@@ -168,8 +168,8 @@ class CycleParts:
     def run(self, root: int) -> None:
         """Run a cycle below this token, behind what the caches hold, and undo it."""
         driver = self.driver
-        with driver._undone():
-            driver._plant(root)
+        with driver.undone():
+            driver.plant(root)
             if driver.policy is not None:
                 self._grow()
             self._finish()
@@ -179,7 +179,7 @@ class CycleParts:
         self._spans.clear()
 
     def _part(self, name: str, function: Callable[[], T]) -> T:
-        driver, place = self.driver, (f"part {name}", self.driver._reads())
+        driver, place = self.driver, (f"part {name}", self.driver.reads())
         if not driver.graphs.has(*place):
             self._capture(lambda: driver.graphs.run(*place, function))
         began = Mark(driver.tree.device)
@@ -203,7 +203,7 @@ class CycleParts:
         tree, frontier = driver.tree, driver.frontier
         asked = driver.policy.plan().patience
         if asked:
-            self._part("first policy", driver._first)
+            self._part("first policy", driver.run_first)
             from_root(driver)
         root = self._alive(Nodes(frontier.ids[:1], frontier.live))
         step = self._part("root draft", lambda: source.root(tree))
@@ -237,7 +237,7 @@ class CycleParts:
         logits, features = self._part("verify", lambda: target.verify(verified))
 
         def walk() -> Any:
-            chosen = driver._sampler.choose(logits, verified.depths, length)
+            chosen = driver.sampler.choose(logits, verified.depths, length)
             return ops.walk(verified.tokens, verified.parents, chosen, nodes.live)
 
         walked = self._part("walk", walk)
@@ -374,7 +374,7 @@ class Cycles:
         depths = (nodes > 0).long()
         tree = TokenTree.of((root + nodes) % target.vocab_size, depths - 1, depths, blank, blank)
         run = partial(
-            driver.graphs.run, f"{rows} rows", driver._reads(), lambda: target.verify(tree)
+            driver.graphs.run, f"{rows} rows", driver.reads(), lambda: target.verify(tree)
         )
         run()  # captures
         times = []
@@ -441,8 +441,8 @@ class Cycles:
     @torch.inference_mode()
     def _profile(self, driver: CapturedDriver, root: int, part: str) -> Any:
         """Return the events of one part of a cycle."""
-        with driver._undone():
-            driver._plant(root)
+        with driver.undone():
+            driver.plant(root)
             if driver.policy is not None:
                 from_root(driver)
                 driver._run("root")

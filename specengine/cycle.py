@@ -314,6 +314,7 @@ class EagerDriver:
     """Runs the cycles of these parts without capture."""
 
     captured = False  # whether its times are those of graphs
+    joined: Any = None  # what runs its cycles with those of a pool's other texts, if anything does
     prompt_rows = 1  # by which passes of the draft over a prompt are padded
 
     def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None) -> None:
@@ -327,8 +328,8 @@ class EagerDriver:
         self.longest = 1 if policy is None else longest_path(policy)
         # whether the policy learns from cycles
         self.learns = policy is not None and type(policy).learn is not TreePolicy.learn
-        # tokens between draft passes
-        self.unread = self.longest + (0 if policy is None else policy.plan().patience)
+        self.patience = 0 if policy is None else policy.plan().patience
+        self.unread = self.longest + self.patience  # tokens between draft passes
         self.inspected = False  # whether a tree has been looked at closely, or need not be
         self._put_off: list[PutOff] = []  # plain cycles that the drafter has yet to take in
         # the drafter, where it has a prompt to run before its first pass
@@ -471,6 +472,20 @@ class Verdict(NamedTuple):
     logprobs: list[TokenLogprob] | None
 
 
+def run_lanes(lanes: Sequence[Lane], pieces: Sequence[SharedRows] = ()) -> list[Any]:
+    """Run one cycle of every lane, and pieces of prompts; return records or errors, as `run_eager` does.
+
+    Lanes whose drivers have graphs of all texts are run in these, before the others: a graph writes behind what each
+    cache holds, where a piece would have its rows.
+    """
+    whole = [lane for lane in lanes if lane.driver.joined is not None]
+    eager = [lane for lane in lanes if lane.driver.joined is None]
+    done = whole[0].driver.joined.run(whole) if whole else []
+    done += run_eager(eager, pieces)
+    results = dict(zip(map(id, [*whole, *eager]), done, strict=True))
+    return [results[id(lane)] for lane in lanes]
+
+
 @torch.inference_mode()
 def run_eager(lanes: Sequence[Lane], pieces: Sequence[SharedRows] = ()) -> list[Any]:
     """Run one cycle of every lane; return their records. One lane is the plain case.
@@ -478,7 +493,9 @@ def run_eager(lanes: Sequence[Lane], pieces: Sequence[SharedRows] = ()) -> list[
     Draft passes of all lanes are run together, then the trees of all, with the `pieces` of prompts. Of several lanes
     one that fails has its error in the place of its record; a piece that fails has it as `error`.
     """
-    if len(lanes) == 1 and not pieces:
+    # a text alone in a pool may have its rows run in graphs of all
+    alone = len(lanes) == 1 and getattr(lanes[0].driver.target, "joined", None) is None
+    if alone and not pieces:
         return [result_of(run_cycle(lanes[0]))]
     results: list[Any] = [None] * len(lanes)
     waiting: dict[int, SharedRows] = {}  # by number of the lane

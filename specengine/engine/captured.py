@@ -9,16 +9,17 @@ logits, and walks itself.
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, partialmethod
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from specengine import cycle, ops, policies
-from specengine.cycle import Draft, EagerDriver, Lane
-from specengine.drafters import CapturedDrafter, Drafter, Wrapped, reserve
+from specengine.cycle import REST, Draft, EagerDriver, Lane
+from specengine.drafters import CapturedDrafter, Drafter, RowDraft, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
 from specengine.models import SharedRows
 from specengine.models.huggingface import (
@@ -79,17 +80,28 @@ class Sent(NamedTuple):
         return Seconds(draft=draft, verify=verify, total=total, model=draft + verify, captured=True)
 
 
-class DeviceSampler:
-    """The settings of a sampler where graphs read them, and the choices of tokens by them.
+class Choice(NamedTuple):
+    """How tokens are chosen, of which graphs there is one each.
 
     draws      whether tokens are drawn; else the most likely one is taken
     truncates  whether draws leave out unlikely tokens
     couples    whether drafts know the noise of the draws
-    scale      float32 [1]: the divisor of that noise
+    """
+
+    draws: bool = False
+    truncates: bool = False
+    couples: bool = False
+
+
+class DeviceSampler:
+    """The settings of a sampler where graphs read them, and the choices of tokens by them.
+
+    choice  how tokens are chosen by the graphs that run
+    scale   float32 [1]: the divisor of the noise that drafts know
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.draws = self.truncates = self.couples = False
+        self.choice = Choice()
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.scale = torch.ones(1, device=device, dtype=torch.float32)
         self.temperature, self._one = torch.ones(2, device=device, dtype=torch.float32).split(1)
@@ -100,27 +112,27 @@ class DeviceSampler:
 
     def take(self, sampler: Sampler, drafter: Drafter | None, *, chooses: bool) -> None:
         """Take over a sampler's settings. drafter: the one to couple; chooses: whether tokens are chosen in graphs."""
-        self.draws = sampler.seed is not None and chooses
-        self.couples = sampler.couples and drafter is not None
-        row_filter = sampler.row_filter if self.draws else None
-        self.truncates = row_filter is not None and row_filter.truncates
+        draws = sampler.seed is not None and chooses
+        couples = sampler.couples and drafter is not None
+        row_filter = sampler.row_filter if draws else None
+        self.choice = Choice(draws, row_filter is not None and row_filter.truncates, couples)
         if sampler.seed is not None:
             self.seed.fill_(signed(sampler.seed))
             self.temperature.fill_(sampler.temperature)
         if row_filter is not None:
             for tensor, value in zip(self._truncation, row_filter[1:], strict=True):
                 tensor.fill_(value)
-        if self.couples and drafter is not None:
+        if couples and drafter is not None:
             self.scale.fill_(
                 Coupled.scale(drafter, sampler.temperature, truncated=sampler.truncates)
             )
 
     def choose(self, logits: Tensor, depths: Tensor, length: Tensor) -> Tensor:
         """Return the token after each row; length: int32 [1], tokens before the root, whose depth is 0."""
-        if not self.draws:
+        if not self.choice.draws:
             return ops.choose_tokens(logits)
         divisor = self.temperature
-        if self.truncates:
+        if self.choice.truncates:
             logits, divisor = ops.truncate(logits, divisor, self._truncation), self._one
         return ops.choose_tokens(logits, depths + (length + 1), self.seed, divisor)
 
@@ -128,7 +140,8 @@ class DeviceSampler:
 class CapturedDriver(EagerDriver):
     """Runs the cycles of one engine as graphs; without a draft and a policy they decode plainly.
 
-    grows_there: whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes.
+    grows_there  whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes
+    parts        drivers of the texts that its graphs are of: itself
     """
 
     captured = True
@@ -157,57 +170,66 @@ class CapturedDriver(EagerDriver):
         # whether a tree is one graph
         self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)
         self.notes: list[str] = []  # for the user, in the statistics of each answer
+        self.parts: Sequence[CapturedDriver] = (self,)
+        self.under_way: Tensor | None = None  # int32 [1], 0 where nothing is to be committed
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
-        self._sampler = DeviceSampler(device)
+        # nodes and tree, where they were run with those of other texts
+        self.selected: tuple[Nodes, TokenTree] | None = None
+        self.sampler = DeviceSampler(device)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
-        self._record = torch.zeros(size, dtype=torch.int64, device=device)
+        self.record = torch.zeros(size, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._records = [
             torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
         ]
 
     @property
+    def joins(self) -> bool:
+        """Return whether its functions can be one graph with those of a pool's other texts."""
+        return self.grows_there and isinstance(self.drafter, RowDraft | None)
+
+    @property
     def rests(self) -> bool:
         """Return whether the host may know that a tree is its root alone, which then takes one row."""
         padded = self.branched or self.target.strict_rows or self.budget == 1
-        return self.passes > 0 and self.policy.plan().patience > 0 and not padded
+        return self.passes > 0 and self.patience > 0 and not padded
 
     # ---- the functions of a cycle
 
-    def _first(self) -> None:
+    def run_first(self) -> None:
         self.frontier.live.copy_(
             cycle.first(self._source(), self.policy, self.tree, Seconds()).live
         )
 
-    def _root(self) -> None:
+    def run_root(self) -> None:
         root = self.tree.root_alone()
-        if self.policy.plan().patience:
+        if self.patience or self.joined is not None:
             root = root._replace(live=self.frontier.live)
         self._go_on(cycle.root(self._source(), self.policy, self.tree, root, Seconds()))
 
-    def _level(self) -> None:
+    def run_level(self) -> None:
         self._go_on(cycle.level(self._source(), self.policy, self.tree, self.frontier, Seconds()))
 
-    def _tree(self) -> None:
+    def run_tree(self) -> None:
         """Grow a tree, each pass only where the rule goes on."""
-        if self.policy.plan().patience:
-            self._first()
+        if self.patience:
+            self.run_first()
         self._passes_from(0)
 
     def _passes_from(self, number: int) -> None:
         if number == self.passes:
             return
-        ends = self.policy.ends_early if number else self.policy.plan().patience
+        ends = self.policy.ends_early if number else self.patience
         with only_if(self.frontier.live > 0) if ends else nullcontext():
-            (self._level if number else self._root)()
+            (self.run_level if number else self.run_root)()
             self._passes_from(number + 1)
 
     def _source(self) -> Drafter:
         """Return the drafter that trees grow from."""
-        if not self._sampler.couples:
+        if not self.sampler.choice.couples:
             return cast(Drafter, self.drafter)
-        filled, sampler = self.target.cache.filled, self._sampler
+        filled, sampler = self.target.cache.filled, self.sampler
         return Coupled(cast(Drafter, self.drafter), sampler.seed, sampler.scale, lambda: filled + 1)
 
     def _go_on(self, found: Nodes) -> None:
@@ -216,29 +238,29 @@ class CapturedDriver(EagerDriver):
             self.frontier.ids[:width].copy_(found.ids[:width])
             self.frontier.live.copy_(found.live)
 
-    def _verify(
+    def run_verify(
         self,
     ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
-    def _finish(self, rows: int = 0) -> None:
+    def run_finish(self, rows: int = 0) -> None:
         """Run the target over the tree, walk down, commit in both caches, write the record and set the next root.
 
         rows: of the target's forward; 0: those of the largest tree.
         """
         tree, longest = self.tree, self.longest
-        nodes = self._kept(rows or self.budget)
-        verified = tree.subtree(nodes)
+        nodes, verified = self.selected or self.select(rows)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
-        chosen = self._sampler.choose(logits, verified.depths, length)
+        chosen = self.sampler.choose(logits, verified.depths, length)
         walked = ops.walk(verified.tokens, verified.parents, chosen, nodes.live)
         counts = tree.size, tree.passes, length, tree.overflow
-        record, end = self._record, NUMBERS + longest
+        record, end = self.record, NUMBERS + longest
         ids, walked_over = ops.record_walk(
             verified.arrays, walked, nodes, counts, tree.tokens, record, longest
         )
-        path = Nodes(record[end : end + longest], walked.live)
+        live = walked.live if self.under_way is None else walked.live * self.under_way
+        path = Nodes(record[end : end + longest], live)
         self.target.cache.keep(path)
         if self.drafter is not None and self.policy is not None:
             cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
@@ -246,13 +268,16 @@ class CapturedDriver(EagerDriver):
                 chosen = record[NUMBERS:end]
                 self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
         tree.restart()
+        self.selected = None
 
-    def _kept(self, rows: int) -> Nodes:
-        """Return the nodes to verify, `rows` wide on a device."""
+    def select(self, rows: int) -> tuple[Nodes, TokenTree]:
+        """Return the nodes to verify, `rows` wide on a device, 0: as wide as the largest tree; and their tree."""
         ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
-        return Nodes(ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows), live)
+        wide = ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows or self.budget)
+        nodes = Nodes(wide, live)
+        return nodes, self.tree.subtree(nodes)
 
-    _plain = partialmethod(_finish, 1)  # of a tree that is its root alone, in one row
+    run_plain = partialmethod(run_finish, 1)  # of a tree that is its root alone, in one row
 
     # ---- a cycle, as the host starts it
 
@@ -268,37 +293,42 @@ class CapturedDriver(EagerDriver):
         if self.branched or self.policy is None:
             return "finish"
         alone = "plain" if self.rests else "finish"
-        if self.policy.plan().patience:
+        if self.patience:
             self._run("first")
             reads = not self._drafts or ops.is_free(self.frontier.live)
-            if reads and not int(self.frontier.live):
+            if reads and not self._look()[0]:
                 self._drafts = False
                 return alone
         self._run("root")
-        for number in range(1, self.passes):
+        for _ in range(1, self.passes):
             if self.policy.ends_early:
-                read = [self.frontier.live, self.tree.passes][: 2 if number == 1 else 1]
-                live, *passes = torch.cat(read).tolist()  # of the first pass both at once: one wait
+                live, passes = self._look()
                 if not live:
-                    self._drafts = number > 1 or passes[0] > 0
+                    self._drafts = passes > 0
                     return "finish" if self._drafts else alone
             self._run("level")
         self._drafts = self.passes > 1
         return "finish"
 
+    def _look(self) -> tuple[int, int]:
+        """Return how many nodes there are to draft from next, and passes were, the most of any text: one wait."""
+        numbers = [(part.frontier.live, part.tree.passes) for part in self.parts]
+        live, passes = zip(*torch.cat([*chain(*numbers)]).view(-1, 2).tolist(), strict=True)
+        return max(live), max(passes)
+
     def _run(self, name: str) -> Any:
-        return self.graphs.run(self._name(name), self._reads(), getattr(self, f"_{name}"))
+        return self.graphs.run(self._name(name), self.reads(), getattr(self, f"run_{name}"))
 
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
-        sampler = self._sampler
+        choice = self.sampler.choice
         if name in ("finish", "plain"):
             return name + (
-                " truncated" if sampler.truncates else " sampled" if sampler.draws else " greedy"
+                " truncated" if choice.truncates else " sampled" if choice.draws else " greedy"
             )
-        return name + " coupled" if sampler.couples and name in ("tree", "root", "level") else name
+        return name + " coupled" if choice.couples and name in ("tree", "root", "level") else name
 
-    def _reads(self) -> tuple[Tensor, ...]:
+    def reads(self) -> tuple[Tensor, ...]:
         cache, drafter = self.target.cache, self.drafter
         return (
             cache.slab,
@@ -308,13 +338,17 @@ class CapturedDriver(EagerDriver):
 
     def _capture(self, *names: str) -> None:
         """Capture what is not captured yet. That runs the functions, so what lasts longer than a tree is put back."""
-        with self._undone():
-            self.tree.restart()  # the last tree may be full
+        if not names:
+            return
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.undone())
+                part.tree.restart()  # the last tree may be full
             for name in names:
                 self._run(name)
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Put back what lasts longer than a tree, and the root."""
         state = self.target.cache.filled, self.tree.tokens[:1], *self._lasting()
         kept = [tensor.clone() for tensor in state]
@@ -331,7 +365,7 @@ class CapturedDriver(EagerDriver):
         try:
             for self.branched in (True, False):
                 self._capture(*self._missing(self._growth()))
-                with self._undone():
+                with self.undone():
                     self._drafts = False
                     self._grow()
                     size = len(self.tree)
@@ -363,12 +397,12 @@ class CapturedDriver(EagerDriver):
         return self.policy is not None and bool(self.policy.state_on(self.tree.device))
 
     def _missing(self, names: list[str]) -> list[str]:
-        return [name for name in names if not self.graphs.has(self._name(name), self._reads())]
+        return [name for name in names if not self.graphs.has(self._name(name), self.reads())]
 
     def _growth(self) -> list[str]:
         if self.branched:
             return ["tree"]
-        asks = self.grows_there and self.policy is not None and self.policy.plan().patience
+        asks = self.grows_there and self.patience
         return [*(["first"] if asks else []), *["root", "level"][: min(self.passes, 2)]]
 
     # ---- as the engine sees it
@@ -387,20 +421,30 @@ class CapturedDriver(EagerDriver):
         if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
             text = room(slots + nodes, limit + nodes) - nodes - self.unread
-            reserve(self.drafter, text, self.policy.capacity, self.unread)
+            # what idles in a pool writes behind the tokens that wait
+            reserve(self.drafter, text, self.policy.capacity, self.unread + 1)
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
         for memory in self.target.cache.states:
             memory.settle(self.target.cache.filled, self.budget)
         coupled = self.drafter if self.grows_there else None
-        self._sampler.take(sampler, coupled, chooses=self.serves(sampler))
+        self.sampler.take(sampler, coupled, chooses=self.serves(sampler))
+        self.choice = self.sampler.choice
+        several = self.joined is not None and cast(ModuleLane, self.target).others
+        (self.joined if several else self).make_ready(self.choice, whole=self.serves(sampler))
+
+    def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
+        """Capture what cycles with such choices need; whole: which choose in graphs."""
+        for part in self.parts:
+            part.sampler.choice = choice
+        self.sampler.choice = choice
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
         self.graphs.require_same(self.target.lm.model, *weights)
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()
             self.notes = [] if self.branched else [PARTS_NOTE]
-        ends = ["finish", *["plain"] * self.rests] if self.serves(sampler) else ["verify"]
+        ends = ["finish", *["plain"] * self.rests] if whole else ["verify"]
         self._capture(*self._missing([*self._growth(), *ends]))
 
     @torch.inference_mode()
@@ -421,14 +465,15 @@ class CapturedDriver(EagerDriver):
         answer is under way.
         """
         self.prepare(Sampler())
+        self.make_ready(self.choice)  # also in a pool
         # passes of one graph have no times of their own
         branched, self.branched = self.branched, False
         self._capture(*self._missing(self._growth()))
         self.branched = branched
         spans = list[tuple[str, Mark, Mark]]()
         for _ in range(count):
-            with self._undone():
-                self._plant(root)
+            with self.undone():
+                self.plant(root)
                 spans += self._rehearsal()
         spans[-1][2].wait()
         return {
@@ -446,7 +491,7 @@ class CapturedDriver(EagerDriver):
             yield "plain", began, (began := Mark(device))
         ended = began
         if policy is not None:
-            if policy.plan().patience:
+            if self.patience:
                 self._run("first")
                 yield "first", began, (ended := Mark(device))
                 ids[:1].zero_()
@@ -470,7 +515,7 @@ class CapturedDriver(EagerDriver):
             int(live)
             yield "end", ended, (ended := Mark(device))
         self._run("finish")
-        self._records[0].copy_(self._record, non_blocking=True)
+        self._records[0].copy_(self.record, non_blocking=True)
         yield "finish", ended, Mark(device)
 
     def draft(
@@ -479,7 +524,7 @@ class CapturedDriver(EagerDriver):
         if self.policy is None or not self.grows_there or is_guided(source):
             return (yield from super().draft(token, seconds, source, plan, shared=shared))
         began = time.perf_counter()
-        self._plant(token)
+        self.plant(token)
         self._grow()
         grown = self.tree.to(self.tree.device if self._learns_there() else HOST)
         seconds.draft += time.perf_counter() - began
@@ -497,10 +542,9 @@ class CapturedDriver(EagerDriver):
     @torch.inference_mode()
     def cycles(self, lane: Lane) -> Iterator[Cycle]:
         """Run the cycles of a lane until its answer ends."""
-        lane.stats.notes.append(NOTE)
         drafted = len(self.target.tokens)
         assert lane.history.length - 1 == drafted
-        self._plant(lane.root)
+        self.plant(lane.root)
         ended: Mark | None = None
         try:
             # the next tree waits for what became of this
@@ -511,7 +555,7 @@ class CapturedDriver(EagerDriver):
             while lane.reason is None:
                 number += 1
                 sent = ahead
-                self._follow(lane)
+                self.follow(lane)
                 if (
                     lane.stopper.left > 1 and not follows
                 ):  # the cycle under way gives one token at least
@@ -519,52 +563,98 @@ class CapturedDriver(EagerDriver):
                 sent.marks[-1].wait()
                 record = self._read(sent.record)
                 drafted = record.length
-                if not record.accepted:
-                    refuse_no_choice(None, lane.history.length)
-                for kept in range(1, record.accepted + 1):
-                    if lane.commit(record.tokens[kept - 1]):
-                        break
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
-                draft = cycle.without_ended(
-                    cycle.Draft(record.tree, record.tree), record.tree.tokens.tolist(), lane.stopper
-                )
-                places = range(record.grown) if draft.kept is None else draft.kept.tolist()
-                path = [places.index(node) for node in record.path[:kept]]
-                end = None if lane.reason is None else cycle.drafted_end(draft.tree, path, lane)
-                finished = Cycle(
-                    draft.tree,
-                    path,
-                    record.tokens[:kept],
-                    seconds,
-                    record.grown - 1,
-                    learnt=self.learns and not follows,
-                    end=end,
-                )
-                if follows or times:
-                    self.policy.learn(Outcome.of(finished))
-                lane.count(finished)
-                yield finished
+                yield self._commit(lane, record, seconds, follows=follows, times=times)
                 if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:
-            tokens, cache = lane.history.ids[0].tolist()[:-1], self.target.cache
-            # cycles may have run beyond them
-            cache.length, self.target.tokens = len(tokens), tokens
-            if cache.states:
-                cache.crop(len(tokens))
-                self.target.tokens = tokens[: cache.length]
-            if isinstance(self.drafter, CapturedDrafter):
-                self.drafter.ended(tokens, drafted)
+            self._end(lane, drafted)
 
-    def _follow(self, lane: Lane) -> None:
+    def _commit(
+        self, lane: Lane, record: Record, seconds: Seconds, *, follows: bool, times: bool
+    ) -> Cycle:
+        """Append a cycle's tokens to an answer; return the cycle. follows, times: whether the host learns of it."""
+        if not record.accepted:
+            refuse_no_choice(None, lane.history.length)
+        for kept in range(1, record.accepted + 1):
+            if lane.commit(record.tokens[kept - 1]):
+                break
+        draft = cycle.without_ended(
+            cycle.Draft(record.tree, record.tree), record.tree.tokens.tolist(), lane.stopper
+        )
+        places = range(record.grown) if draft.kept is None else draft.kept.tolist()
+        path = [places.index(node) for node in record.path[:kept]]
+        end = None if lane.reason is None else cycle.drafted_end(draft.tree, path, lane)
+        finished = Cycle(
+            draft.tree,
+            path,
+            record.tokens[:kept],
+            seconds,
+            record.grown - 1,
+            learnt=self.learns and not follows,
+            end=end,
+        )
+        if follows or times:
+            self.policy.learn(Outcome.of(finished))
+        lane.count(finished)
+        return finished
+
+    def _end(self, lane: Lane, drafted: int) -> None:
+        """Forget what cycles committed beyond the end of an answer. drafted: tokens before the last tree."""
+        tokens, cache = lane.history.ids[0].tolist()[:-1], self.target.cache
+        cache.length, self.target.tokens = len(tokens), tokens
+        if cache.states:
+            cache.crop(len(tokens))
+            self.target.tokens = tokens[: cache.length]
+        if isinstance(self.drafter, CapturedDrafter):
+            self.drafter.ended(tokens, drafted)
+
+    @torch.inference_mode()
+    def run(self, lanes: Sequence[Lane]) -> list[Any]:
+        """Run one cycle of each lane, whose drivers are `parts`, and read its record; return these, or errors."""
+        texts = [(lane, cast(CapturedDriver, lane.driver)) for lane in lanes]
+        for lane, driver in texts:
+            driver.follow(lane)
+        self.make_ready(texts[0][1].choice)
+        plans = [REST if driver.policy is None else driver.policy.plan() for _, driver in texts]
+        for (lane, driver), plan in zip(texts, plans, strict=True):
+            driver.plant(lane.root, drafts=not plan.rests)
+        sent = self._start(0)
+        sent.marks[-1].wait()
+        records = dict(zip(self.parts, sent.record.view(len(self.parts), -1), strict=True))
+        return [
+            driver.result(lane, records[driver], sent, plan)
+            for (lane, driver), plan in zip(texts, plans, strict=True)
+        ]
+
+    def result(self, lane: Lane, values: Tensor, sent: Sent, plan: Plan) -> Any:
+        """Return the cycle that a record tells of, or its error."""
+        follows = self.learns and not self._learns_there()
+        times = self.learns and plan.times
+        try:
+            record = self._read(values)
+            done = self._commit(lane, record, sent.seconds(None), follows=follows, times=times)
+            self.target.tokens += [lane.root, *done.tokens[:-1]]
+            lane.root = done.tokens[-1]
+            if lane.reason is not None:
+                self._end(lane, record.length)
+        except Exception as error:  # of this text alone
+            return error
+        return done
+
+    def follow(self, lane: Lane) -> None:
         """Move to larger caches where a text has come to the end of its room."""
         if lane.history.length > lane.room:
             with sharing(self.tree.device, self.target.running)():
                 cycle.make_more_room(self, lane)
 
-    def _plant(self, token: int) -> None:
+    def plant(self, token: int, *, drafts: bool = True) -> None:
+        """Begin a tree; drafts: whether it may become more than its root."""
         self.tree.restart()
         self.tree.tokens[:1].fill_(token)
+        if self.under_way is not None:
+            self.under_way.fill_(1)
+            self.frontier.live.fill_(drafts)
 
     def _start(self, number: int) -> Sent:
         """Launch a cycle."""
@@ -575,7 +665,7 @@ class CapturedDriver(EagerDriver):
             drafted = Mark(device)
             self._run(end)
             into = self._records[number % 2]
-            into.copy_(self._record, non_blocking=True)
+            into.copy_(self.record, non_blocking=True)
             # off CUDA a record of its own, as the device would have another memory
             return Sent(
                 into if device.type == "cuda" else into.clone(), (began, drafted, Mark(device))
@@ -593,6 +683,86 @@ class CapturedDriver(EagerDriver):
         edges, paths = (bits.int().view(torch.float32) for bits in sums)
         tree = TokenTree.of(nodes, parents, depths, edges, paths, passes)
         return Record(length, count, tokens[:count].tolist(), path[:count].tolist(), grown, tree)
+
+
+class JoinedDriver(CapturedDriver):
+    """Runs the cycles of a pool's texts as graphs of all of them, whose rows are one forward.
+
+    parts: of each text what is its own. One that is not under way goes along to no effect: its frontier is empty, and
+    nothing of it is committed.
+    """
+
+    def __init__(self, parts: Sequence[CapturedDriver]) -> None:
+        first, count = parts[0], len(parts)
+        super().__init__(first.target, first.drafter, first.policy)
+        self.parts, self.branched = parts, False
+        self._rows = cast(ModuleLane, first.target).joined
+        # by text: whether it is under way, whether it may have a tree, and how many nodes there are to draft from
+        self._flags = torch.zeros(3, count, dtype=torch.int32, device=self.tree.device)
+        self.record = self.record.repeat(count)
+        self._records = [record.repeat(count) for record in self._records]
+        for number, part in enumerate(parts):
+            part.joined = self
+            part.under_way = self._flags[0, number : number + 1]
+            part.frontier = part.frontier._replace(live=self._flags[2, number : number + 1])
+
+    def run(self, lanes: Sequence[Lane]) -> list[Any]:
+        """Run one cycle of each lane: in graphs of its own where it is alone, else by how they choose tokens."""
+        if len(lanes) == 1:
+            return cast(CapturedDriver, lanes[0].driver).run(lanes)
+        results = dict[int, Any]()
+        for choice in {cast(Any, lane.driver).choice for lane in lanes}:
+            group = [lane for lane in lanes if cast(Any, lane.driver).choice == choice]
+            results.update(zip(map(id, group), super().run(group), strict=True))
+        return [results[id(lane)] for lane in lanes]
+
+    def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
+        for part in self.parts:
+            part.reserve(len(part.target.tokens))
+        self._rows.locate()
+        super().make_ready(choice, whole=whole)
+
+    def _start(self, number: int) -> Sent:
+        self._flags[1].copy_(self._flags[2])
+        sent = super()._start(number)
+        self._flags.zero_()
+        return sent
+
+    def reads(self) -> tuple[Tensor, ...]:
+        return self._rows.tables, *chain.from_iterable(part.reads() for part in self.parts)
+
+    def run_first(self) -> None:
+        for part in self.parts:
+            part.run_first()
+        self._flags[2].mul_(self._flags[1])
+
+    def run_root(self) -> None:
+        drafts = [cast(RowDraft, part.drafter) for part in self.parts]
+        idle = []  # tokens of texts without a pass, which go on waiting
+        for part, draft in zip(self.parts, drafts, strict=True):
+            idle.append(draft.taken.masked_fill(part.frontier.live > 0, 0))
+            draft.taken.sub_(idle[-1])
+        run_pass([draft.ask(self.parts[n].tree, None) for n, draft in enumerate(drafts)])
+        for part, draft, waiting in zip(self.parts, drafts, idle, strict=True):
+            part.run_root()
+            draft.taken.add_(waiting)
+
+    def run_level(self) -> None:
+        run_pass([cast(Any, part.drafter).ask(part.tree, part.frontier) for part in self.parts])
+        for part in self.parts:
+            part.run_level()
+
+    def run_finish(self, rows: int = 0) -> None:
+        batch = []
+        for part in self.parts:
+            part.selected = part.select(rows)
+            batch.append(cast(Any, part.target).ask(part.selected[1], greedy=False))
+        self._rows.forward(batch, one_row=1 in (rows, self.budget))
+        for part in self.parts:
+            part.run_finish(rows)
+        torch.cat([part.record for part in self.parts], out=self.record)
+
+    run_plain = partialmethod(run_finish, 1)
 
 
 class CapturedLanes:
@@ -616,7 +786,7 @@ class CapturedLanes:
         self._failed: list[int] = []  # addresses of the slabs with which a capture failed
         # addresses of all slabs, and the tables that say where they lie
         self._addresses: list[int] = []
-        self._tables = self._one
+        self.tables = self._one
         for lane in lanes:
             lane.joined = self
 
@@ -637,7 +807,7 @@ class CapturedLanes:
             with counted(lm):
                 logits, states = self.graphs.run(
                     f"lanes of {width} {features}",
-                    [*reads, self._tables],
+                    [*reads, self.tables],
                     partial(self.run, features, width),
                 )
         except CaptureError:
@@ -658,7 +828,7 @@ class CapturedLanes:
         slabs = [lane.cache.slab for lane in self._lanes]
         addresses = [slab.data_ptr() for slab in slabs]
         if addresses != self._addresses:
-            self._addresses, self._tables = addresses, ops.tables_of(slabs)
+            self._addresses, self.tables = addresses, ops.tables_of(slabs)
         return addresses
 
     def run(self, features: tuple[int, ...], width: int = 1) -> tuple[Tensor, Tensor | None]:
@@ -681,8 +851,14 @@ class CapturedLanes:
                     lane.lm, rows.tokens, rows.positions, lane.cache, rows, features, rated=True
                 )
             )
-        slabs = ops.Slabs.by_layer([rows.cache.slab for rows in batch], self._tables)
-        return self.weights_of.run_lanes(batch, slabs if width == 1 else ())
+        return self.forward(batch, one_row=width == 1)
+
+    def forward(
+        self, batch: Sequence[ModuleRows], *, one_row: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run rows of every lane, with attention as one operation where each has `one_row`."""
+        slabs = ops.Slabs.by_layer([rows.cache.slab for rows in batch], self.tables)
+        return self.weights_of.run_lanes(batch, slabs if one_row else ())
 
     def _take(self, place: int, rows: ModuleRows) -> None:
         """Copy a tree to where the graphs read that of its lane."""
@@ -692,6 +868,12 @@ class CapturedLanes:
             self._depths[place, :count].copy_(rows.positions - tree.slot)
             self._words[place, :count].copy_(tree.words)
         self._live[place].fill_(count)
+
+
+def run_pass(rows: Sequence[Any]) -> None:
+    """Run the rows of a draft pass of several texts in one forward; of drafts whose rows stand alone there are none."""
+    if rows[0] is not None:
+        rows[0].model.run_lanes(rows)
 
 
 def is_guided(source: Drafter | None) -> bool:

@@ -12,7 +12,7 @@ from specengine.costs.measuring import stored
 from specengine.cycle import Lane, blaming, make_room, run_eager
 from specengine.drafters import MAX_WAITING, Drafter, Hints, RowDraft, Traits, innermost
 from specengine.drafters._wrappers import Coupled, Guided, Origins
-from specengine.engine.captured import GUIDED_NOTE, CapturedDriver
+from specengine.engine.captured import GUIDED_NOTE, NOTE, CapturedDriver
 from specengine.engine.parts import Drivers, EngineState, slots_of
 from specengine.engine.scheduler import GivenUpError, SteppedAnswer, Ticket
 from specengine.errors import InputError, require, require_input, require_value
@@ -85,7 +85,7 @@ def run_eagerly(engine: EngineState, error: CaptureError) -> None:
     Raises the error of a capture where graphs were asked for.
     """
     recipe = engine.watch.recipe
-    if recipe is None or recipe.options.graphs:
+    if engine.pool is None and (recipe is None or recipe.options.graphs):
         raise error
     engine.reset()
     if not isinstance(error, GraphMemoryError):
@@ -233,6 +233,9 @@ def run_cycles(
     with contextlib.suppress(GivenUpError), serving(engine), contextlib.ExitStack() as held:
         eager, captured = drivers or engine.drivers.own
         pool = engine.pool
+        whole = captured is not None and captured.serves(request.sampler)
+        if pool is not None and not (whole and eager.inspected and cast(Any, captured).joined):
+            captured = None
         require_input(
             "the model was changed after this answer was asked for; ask again",
             eager.target is engine.target,
@@ -244,14 +247,18 @@ def run_cycles(
         running = sharing(engine.target.device, engine.target.running)
         with running():
             lane, captured = yield from begin(engine, Drivers(eager, captured), request)
-            whole = captured is not None and captured.serves(request.sampler)
-            lane.driver = driver = captured if captured is not None and not whole else eager
+            whole = whole and captured is not None
+            # a pool's cycles are run by whoever steps all texts
+            steps = captured is not None and whole is (pool is not None)
+            lane.driver = driver = cast(CapturedDriver, captured) if steps else eager
+            if whole:
+                stats.notes.append(NOTE)
             lane.source = source_of(eager.drafter, lane, request.constraint, origins)
             if request.constraint is not None and captured is not None and captured.grows_there:
                 stats.notes.append(GUIDED_NOTE)
         held.callback(driver.forget)
         while lane.reason is None:
-            if whole and (eager.inspected or stats.num_spec_steps):
+            if whole and pool is None and (eager.inspected or stats.num_spec_steps):
                 yield from cast(CapturedDriver, captured).cycles(lane)
                 break
             if pool is None:

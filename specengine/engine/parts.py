@@ -21,7 +21,7 @@ from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter
 from specengine.drafters.lookup import Lookup, backend
 from specengine.engine import loading
-from specengine.engine.captured import CapturedDriver, CapturedLanes
+from specengine.engine.captured import CapturedDriver, CapturedLanes, JoinedDriver
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
 from specengine.errors import (
     EngineBusyError,
@@ -323,6 +323,9 @@ class Pool:
         self.engines = [self._beside(engine) for _ in range(count + spare)]
         if engine.target.captured:
             CapturedLanes([cast(Any, other.target) for other in self.engines])
+            drivers = [other.drivers.own.captured for other in self.engines]
+            if all(driver is not None and driver.joins for driver in drivers):
+                JoinedDriver(cast(Any, drivers))
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:
                 learn_with(self.engines[0].policy)

@@ -3,7 +3,7 @@
 An answer is a generator (`run_cycles`). It yields its lane to have a cycle run, rows of its prompt to have them run,
 None while it waits, and each cycle. A generator per answer, and not a list of states, because an answer's life is told
 in one place then, alone and with others: room, prompt, cycles, and what it gives back at its end, whatever ends it.
-Drafts and trees of all lanes are run together (`cycle.run_eager`); one thread at a time steps them all.
+Drafts and trees of all lanes are run together (`cycle.run_lanes`); one thread at a time steps them all.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specengine.cycle import Lane, result_of as result_of, run_eager
+from specengine.cycle import Lane, result_of as result_of, run_lanes
 from specengine.models import SharedRows
 from specengine.models.kv_cache import CachedTarget
 from specengine.ops.cuda_graphs import sharing
@@ -299,7 +299,7 @@ class Scheduler:
         rows: list[Any] = [answer.need for answer in pieces]
         before = self._lm.seconds
         try:
-            results = run_eager([answer.need for answer in lanes], rows)  # type: ignore[misc]
+            results = run_lanes([answer.need for answer in lanes], rows)  # type: ignore[misc]
         except BaseException as error:  # of the only lane, or an interrupt: raised by every answer
             results = [error] * len(lanes)
             for piece in rows:

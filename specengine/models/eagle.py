@@ -660,11 +660,12 @@ class _RowAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **norms: Any) -> Tensor:
         """Return [1, heads, rows, head size]; norms: of queries and keys, as in ops.Rotation."""
         counts = [len(each.rows) for each in self._batch]
-        texts = zip(self._batch, *(states[0].split(counts, 1) for states in (query, key, value)))
-        return fused.joined([self._attend(*text, norms) for text in texts], 1)[None]
+        rows = (states[0].split(counts, 1) for states in (query, key, value))
+        heads = [self._attend(*text, norms=norms) for text in zip(self._batch, *rows, strict=True)]
+        return fused.joined(heads, 1)[None]
 
     def _attend(
-        self, text: HeadRows, query: Tensor, key: Tensor, value: Tensor, norms: dict[str, Any]
+        self, text: HeadRows, query: Tensor, key: Tensor, value: Tensor, *, norms: Any
     ) -> Tensor:
         rows, slab = text.rows, text.model.cache.slab[0]
         turn = ops.Rotation(*text.model.reads, **norms)

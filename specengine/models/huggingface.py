@@ -837,6 +837,10 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
 
     joined: Any = None
 
+    def __init__(self, target: HuggingFaceTarget) -> None:
+        super().__init__(target)
+        self.captured = target.captured and not self.strict_rows and self.device.type == "cuda"
+
     def ask(self, tree: TokenTree, *, greedy: bool) -> SharedRows | None:
         if self.strict_rows:
             return None
@@ -847,12 +851,6 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
     def reserve(self, tokens: int, scratch: int) -> None:
         # a larger cache means another capture; a strict piece is padded
         super().reserve(room(tokens + padded_width(scratch) + self.strict_rows), 0)
-
-    def _run(self, tree: TokenTree, *, greedy: bool) -> ModuleRows:
-        alone = self._asked is None and self.joined is not None  # the only text under way
-        if alone and (rows := self.ask(tree, greedy=greedy)) is not None:
-            self.joined.run_lanes([rows])
-        return cast(ModuleRows, super()._run(tree, greedy=greedy))
 
     def cached(self, tokens: list[int]) -> int:
         count = super().cached(tokens)

@@ -438,7 +438,7 @@ def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyP
 def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = captured("eagle3", "eagle")
     expected = answer(engine, {})[0]
-    finish = CapturedDriver._finish
+    finish = CapturedDriver.run_finish
 
     def undefined(self: CapturedDriver) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -449,7 +449,7 @@ def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyP
             finish(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedDriver, "_finish", undefined)
+        patch.setattr(CapturedDriver, "run_finish", undefined)
         engine.drivers.own.captured.graphs._captured.clear()
         with pytest.raises(NumericalError, match="NaN or infinite throughout"):
             answer(engine, {})
@@ -483,12 +483,12 @@ def test_on_a_device_a_tree_without_room_is_seen_in_the_record() -> None:
     with torch.inference_mode(), as_on_a_device():
         engine.drafter.taken.fill_(1)
         driver.tree.restart()
-        for part in (driver._root, driver._level, driver._level, driver._finish):
+        for part in (driver.run_root, driver.run_level, driver.run_level, driver.run_finish):
             part()
     with pytest.raises(
         ValueError, match=r"policy Overgrown\.capacity: .* 21 nodes, .* cannot take more"
     ):
-        driver._read(driver._record)
+        driver._read(driver.record)
 
 
 def test_where_the_host_walks_a_tree_without_room_is_an_error_too() -> None:

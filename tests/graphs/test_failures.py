@@ -223,7 +223,7 @@ def waiting(self: CapturedDriver) -> None:
     """Stand for the forward of a model that waits for the device, after it has changed what lasts."""
     for tensor in self._lasting():
         tensor.add_(1)
-    float(self._sampler.temperature)
+    float(self.sampler.temperature)
 
 
 def loaded(policy: Any, **options: Any) -> Engine:
@@ -242,7 +242,7 @@ def test_graphs_that_nobody_asked_for_are_done_without(
     device: pretended.Device, warm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = expected("eagle")
-    monkeypatch.setattr(CapturedDriver, "_finish", waiting)
+    monkeypatch.setattr(CapturedDriver, "run_finish", waiting)
     engine = loaded(toy.policy_for("auto"))
     early = engine.stream(PROMPT, **GREEDY)
     assert engine.target.captured
@@ -272,7 +272,7 @@ def test_graphs_that_were_asked_for_are_an_error(
 ) -> None:
     engine = loaded("talon", graphs=True)
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedDriver, "_finish", waiting)
+        patch.setattr(CapturedDriver, "run_finish", waiting)
         for fails in (lambda: engine.generate(PROMPT, **GREEDY), lambda: engine.warmup(64)):
             with pytest.raises(CaptureError, match=r"graphs: finish .* cannot be captured"):
                 fails()
