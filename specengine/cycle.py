@@ -21,6 +21,7 @@ from specengine.drafters._wrappers import Origins
 from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
 from specengine.models import SharedRows, Successors, Target
 from specengine.ops import Nodes, Step, TokenTree
+from specengine.ops.cuda_graphs import CaptureError
 from specengine.ops.tree import CAPACITY
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds, Stats, TokenLogprob
@@ -480,7 +481,12 @@ def run_lanes(lanes: Sequence[Lane], pieces: Sequence[SharedRows] = ()) -> list[
     """
     whole = [lane for lane in lanes if lane.driver.joined is not None]
     eager = [lane for lane in lanes if lane.driver.joined is None]
-    done = whole[0].driver.joined.run(whole) if whole else []
+    try:
+        done = whole[0].driver.joined.run(whole) if whole else []
+    except CaptureError as error:
+        for lane in whole:
+            cast(Any, lane.driver).give_up(lane, error)
+        return run_eager(lanes, pieces)
     done += run_eager(eager, pieces)
     results = dict(zip(map(id, [*whole, *eager]), done, strict=True))
     return [results[id(lane)] for lane in lanes]

@@ -597,6 +597,10 @@ class RowDraft(CapturedDrafter):
         self._tokens = other._tokens[: ran + len(self._late)]
         self.taken.zero_()
 
+    def follow(self, tokens: list[int]) -> None:
+        """Note the committed tokens, the root excluded, which graphs took in."""
+        self._tokens = tokens
+
     def ended(self, tokens: list[int], drafted: int) -> None:
         # cycles without a pass have run none of them
         self.cache.length = min(self.cache.length, drafted, len(tokens))

@@ -21,6 +21,7 @@ from specengine import cycle, ops, policies
 from specengine.cycle import REST, Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, RowDraft, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
+from specengine.errors import require_or
 from specengine.models import SharedRows
 from specengine.models.huggingface import (
     PADDED_ROWS,
@@ -140,11 +141,13 @@ class DeviceSampler:
 class CapturedDriver(EagerDriver):
     """Runs the cycles of one engine as graphs; without a draft and a policy they decode plainly.
 
+    eager        runs them where a capture fails
     grows_there  whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes
     parts        drivers of the texts that its graphs are of: itself
     """
 
     captured = True
+    eager: EagerDriver
     prompt_rows = PADDED_ROWS
     target: HuggingFaceTarget
     policy: Any  # which is there wherever trees grow
@@ -431,8 +434,10 @@ class CapturedDriver(EagerDriver):
         coupled = self.drafter if self.grows_there else None
         self.sampler.take(sampler, coupled, chooses=self.serves(sampler))
         self.choice = self.sampler.choice
-        several = self.joined is not None and cast(ModuleLane, self.target).others
-        (self.joined if several else self).make_ready(self.choice, whole=self.serves(sampler))
+        if (
+            self.joined is None
+        ):  # else before the next step, as pieces of prompts are not committed yet
+            self.make_ready(self.choice, whole=self.serves(sampler))
 
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
         """Capture what cycles with such choices need; whole: which choose in graphs."""
@@ -627,6 +632,13 @@ class CapturedDriver(EagerDriver):
             for (lane, driver), plan in zip(texts, plans, strict=True)
         ]
 
+    def give_up(self, lane: Lane, error: CaptureError) -> None:
+        """Have a lane's cycles run without graphs from here on."""
+        lane.driver = self.eager
+        lane.stats.notes.append(f"{error}; cycles ran without graphs")
+        if isinstance(self.drafter, RowDraft):
+            self.drafter.follow(lane.history.ids[0].tolist()[:-1])
+
     def result(self, lane: Lane, values: Tensor, sent: Sent, plan: Plan) -> Any:
         """Return the cycle that a record tells of, or its error."""
         follows = self.learns and not self._learns_there()
@@ -697,6 +709,7 @@ class JoinedDriver(CapturedDriver):
         super().__init__(first.target, first.drafter, first.policy)
         self.parts, self.branched = parts, False
         self._rows = cast(ModuleLane, first.target).joined
+        self._failed: list[Any] = []  # where caches were when a capture failed
         # by text: whether it is under way, whether it may have a tree, and how many nodes there are to draft from
         self._flags = torch.zeros(3, count, dtype=torch.int32, device=self.tree.device)
         self.record = self.record.repeat(count)
@@ -719,8 +732,15 @@ class JoinedDriver(CapturedDriver):
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
         for part in self.parts:
             part.reserve(len(part.target.tokens))
-        self._rows.locate()
-        super().make_ready(choice, whole=whole)
+        located = self._rows.locate()
+        require_or(
+            CaptureError, "graphs: they could not be captured before", located != self._failed
+        )
+        try:
+            super().make_ready(choice, whole=whole)
+        except CaptureError:
+            self._failed = located
+            raise
 
     def _start(self, number: int) -> Sent:
         self._flags[1].copy_(self._flags[2])
@@ -783,9 +803,11 @@ class CapturedLanes:
         self._words = ops.own_bits(PADDED_ROWS, device).repeat(len(lanes), 1, 1)
         self._live = torch.ones(len(lanes), 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._failed: list[int] = []  # addresses of the slabs with which a capture failed
+        self._failed: list[
+            tuple[int, int]
+        ] = []  # addresses of the slabs with which a capture failed
         # addresses of all slabs, and the tables that say where they lie
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, int]] = []
         self.tables = self._one
         for lane in lanes:
             lane.joined = self
@@ -821,12 +843,14 @@ class CapturedLanes:
             if states is not None:  # the next run overwrites them
                 rows.states = states[first:last].clone()
 
-    def locate(self, width: int = 1) -> list[int]:
+    def locate(self, width: int = 1) -> list[tuple[int, int]]:
         """Make room for `width` rows of every lane; return where their slabs are, which `run` has to know."""
         for lane in self._lanes:
             lane.cache.reserve(len(lane.tokens) + width)
         slabs = [lane.cache.slab for lane in self._lanes]
-        addresses = [slab.data_ptr() for slab in slabs]
+        addresses = [
+            (slab.data_ptr(), slab.shape[3]) for slab in slabs
+        ]  # one may take another's place
         if addresses != self._addresses:
             self._addresses, self.tables = addresses, ops.tables_of(slabs)
         return addresses

@@ -250,13 +250,13 @@ def run_cycles(
             whole = whole and captured is not None
             # a pool's cycles are run by whoever steps all texts
             steps = captured is not None and whole is (pool is not None)
-            lane.driver = driver = cast(CapturedDriver, captured) if steps else eager
+            lane.driver = cast(CapturedDriver, captured) if steps else eager
             if whole:
                 stats.notes.append(NOTE)
             lane.source = source_of(eager.drafter, lane, request.constraint, origins)
             if request.constraint is not None and captured is not None and captured.grows_there:
                 stats.notes.append(GUIDED_NOTE)
-        held.callback(driver.forget)
+        held.callback(lambda: lane.driver.forget())
         while lane.reason is None:
             if whole and pool is None and (eager.inspected or stats.num_spec_steps):
                 yield from cast(CapturedDriver, captured).cycles(lane)
@@ -268,7 +268,7 @@ def run_cycles(
                 cycle = yield lane
             if lane.reason is not None or whole:
                 with running():
-                    driver.catch_up()
+                    lane.driver.catch_up()
             yield cycle
         if eager.drafter is not None and stats.num_draft_passes:
             stats.notes += eager.drafter.notes

@@ -153,6 +153,8 @@ class KeptDrivers:
         drafter = None if policy is None else self._drafter
         captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
         eager = EagerDriver(target, drafter, policy)
+        if captured is not None:
+            captured.eager = eager
         eager.inspected = captured is not None and all(  # our own need no closer look
             part is None or type(part).__module__.startswith("specengine.")
             for part in (drafter, policy)
