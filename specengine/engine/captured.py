@@ -725,6 +725,7 @@ class JoinedDriver(CapturedDriver):
             return cast(CapturedDriver, lanes[0].driver).run(lanes)
         results = dict[int, Any]()
         for choice in {cast(Any, lane.driver).choice for lane in lanes}:
+            self._flags.zero_()
             group = [lane for lane in lanes if cast(Any, lane.driver).choice == choice]
             results.update(zip(map(id, group), super().run(group), strict=True))
         return [results[id(lane)] for lane in lanes]
@@ -744,9 +745,7 @@ class JoinedDriver(CapturedDriver):
 
     def _start(self, number: int) -> Sent:
         self._flags[1].copy_(self._flags[2])
-        sent = super()._start(number)
-        self._flags.zero_()
-        return sent
+        return super()._start(number)
 
     def reads(self) -> tuple[Tensor, ...]:
         return self._rows.tables, *chain.from_iterable(part.reads() for part in self.parts)
@@ -881,8 +880,9 @@ class CapturedLanes:
         self, batch: Sequence[ModuleRows], *, one_row: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Run rows of every lane, with attention as one operation where each has `one_row`."""
-        slabs = ops.Slabs.by_layer([rows.cache.slab for rows in batch], self.tables)
-        return self.weights_of.run_lanes(batch, slabs if one_row else ())
+        caches = [rows.cache.slab for rows in batch]
+        slabs = ops.Slabs.by_layer(caches, self.tables) if one_row else ()
+        return self.weights_of.run_lanes(batch, slabs)
 
     def _take(self, place: int, rows: ModuleRows) -> None:
         """Copy a tree to where the graphs read that of its lane."""

@@ -251,9 +251,13 @@ def test_eight_texts_on_a_device_are_one_graph(options: dict[str, Any]) -> None:
     with pretended.cuda():
         pool = Pool(on_the_device(), 8, MEMORY)
         assert tokens(pool.generate(asked, **options)) == expected
-        lane = pool.engines[0].target
-        assert lane.joined.graphs.captures == {"lanes of 1 ()": 1}
-        assert all(known.graph is not None for known in lane.joined.graphs._captured.values())
+        first = pool.engines[0]
+        graphs = first.drivers.own.captured.joined.graphs
+        name = "finish sampled" if "seed" in options else "finish greedy"
+        if "logprobs" in options:  # which the host reads
+            graphs, name = first.target.joined.graphs, "lanes of 1 ()"
+        assert graphs.captures == {name: 1}
+        assert all(known.graph is not None for known in graphs._captured.values())
     assert pool.scheduler.forwards < 30
 
 
@@ -288,15 +292,15 @@ def test_attention_of_all_texts_is_one_operation(
 @pytest.mark.parametrize(
     ("policy", "family", "options"),
     [
-        ("eagle", "llama", {}),
-        ("eagle", "mistral", {"temperature": 1.0, "seed": 5}),
+        ("eagle", "llama", {"logprobs": 1}),
+        ("eagle", "mistral", {"temperature": 1.0, "seed": 5, "logprobs": 1}),
         ("auto", "llama", {"logprobs": 1}),
     ],
 )
 def test_trees_of_all_texts_on_a_device_are_one_graph(
     policy: str, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded to a few widths, whichever texts are under way; what padding wrote nobody reads."""
+    """Where the host walks. Padded to a few widths, whichever are under way; what padding wrote nobody reads."""
     asked, options = prompts(5), {"max_new_tokens": 8, "eos_token_id": [], **options}
     expected, eager = alone(asked, family, **options), list[int]()
     run = CausalLM.run_lanes
@@ -369,9 +373,14 @@ def test_a_text_alone_in_a_pool_runs_as_graphs(draft: str, monkeypatch: pytest.M
     expected = alone(asked, **options)
     with pretended.cuda():
         pool = Pool(on_the_device(draft), 3, MEMORY)
-        monkeypatch.setattr(CausalLM, "forward", None)
         for prompt, answer in zip(asked, expected, strict=True):
             assert tokens(pool.generate([prompt], **options)) == [answer]
+        driver = pool.engines[0].drivers.own.captured
+        assert driver.graphs.captures["finish greedy"] == 1
+        assert not driver.joined.graphs.captures
+        monkeypatch.setattr(CausalLM, "forward", None)
+        answers = pool.generate(asked[:1], **options, logprobs=1)
+        assert tokens(answers) == expected[:1]
 
 
 @pretends
@@ -386,7 +395,11 @@ def test_caches_that_grow_are_captured_again(monkeypatch: pytest.MonkeyPatch) ->
         pool = Pool(on_the_device(), 2, MEMORY)
         assert tokens(pool.generate(asked[:1], max_new_tokens=4)) == [expected[0][:4]]
         assert tokens(pool.generate(asked, **options)) == expected
-        assert pool.engines[0].target.joined.graphs.captures["lanes of 1 ()"] > 1
+        driver = pool.engines[0].drivers.own.captured
+        assert (
+            driver.graphs.captures["finish greedy"] + driver.joined.graphs.captures["finish greedy"]
+            > 2
+        )
 
 
 @pretends
@@ -421,3 +434,4 @@ def test_lanes_are_of_the_model_that_they_stand_beside() -> None:
     assert lane.lm is target.lm
     assert lane.cache is not target.cache
     assert not lane.captured
+    assert not ModuleLane(HuggingFaceTarget(tiny("llama"), captured=True)).captured  # off a device

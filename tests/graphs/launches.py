@@ -2,9 +2,10 @@
 
 Launches: by policy those of root, level and the rest (verification, walk, commit) of a bfloat16 target of LAYERS layers
 behind an EAGLE-3 head, and those that a further layer adds; `lanes` has those of a plain row of each of so many texts,
-`trees of lanes` those of TREE_ROWS rows, and `a layer of` these what a layer adds; views and uninitialised memory do
-not count. With kernels, the meaning of a served op runs in its place, and as many launches count as its launcher makes
-for the same arguments: kernels, and torch's operations that prepare them. `ops` has these, the most of a call.
+`trees of lanes` those of TREE_ROWS rows, and `a layer of` these what a layer adds; `auto of lanes` has those of cycles
+of TEXTS texts. Views and uninitialised memory do not count. With kernels, the meaning of a served op runs in its place,
+and as many launches count as its launcher makes for the same arguments: kernels, and torch's operations that prepare
+them. `ops` has these, the most of a call.
 
 Waits: how often the host waits for the device in the cycles of an answer behind the first one, beside the number of
 these cycles and of their draft passes, by policy, draft and sampling.
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specengine import Engine, ops, policies
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
+from specengine.engine import Pool
 from specengine.engine.captured import CapturedLanes
 from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
 from specengine.ops import _registry, cuda
@@ -71,6 +73,7 @@ SERVED = {
 LAYERS = 4
 TEXTS = 8  # of a pool
 TREE_ROWS = 16  # of each
+MEMORY = 1 << 30  # bytes, of all caches
 PARTS = ("first", "root", "level", "finish")
 GOALS = {"auto first": 2, "auto level": 18, "layer": 10, "auto finish without layers": 26}
 REACHED = tuple(GOALS)  # at most, with kernels
@@ -199,9 +202,13 @@ class StandIns:
 
 
 def counted(
-    policy: str, most: dict[str, int], layers: int = LAYERS, parts: tuple[str, ...] = PARTS[1:]
+    policy: str,
+    most: dict[str, int],
+    layers: int = LAYERS,
+    parts: tuple[str, ...] = PARTS[1:],
+    texts: int = 1,
 ) -> dict[str, int]:
-    """Launches of each function of a cycle, by its capture; most: gets those of a call, by op."""
+    """Launches of each function of a cycle, by its capture; most: gets those of a call, by op; texts: of a pool."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
         stand_ins = StandIns(device.enter_context(launchers()))
@@ -212,15 +219,17 @@ def counted(
         head = pretended.moved(toy.tiny_head(toy.head_config(3, model)).bfloat16())
         target = HuggingFaceTarget(pretended.moved(model), captured=True, merge=True)  # type: ignore[arg-type]
         engine = Engine(target, EagleDraft(head, target.lm), policies.make(policy))  # type: ignore[arg-type]
-        driver = engine.drivers.own.captured
+        engines = [engine] if texts == 1 else Pool(engine, texts, MEMORY).engines
+        for one in engines:
+            one.target.want(one.drafter.traits.features)  # type: ignore[union-attr]
+            one.drivers.own.captured.reserve(100)  # type: ignore[union-attr]
+            one.target.cache.length = one.drafter.cache.length = 20  # type: ignore[union-attr]
+            one.drafter.taken.fill_(1)  # type: ignore[union-attr]
+        driver = engines[0].drivers.own.captured
         assert driver is not None
-        assert engine.drafter is not None
-        target.want(engine.drafter.traits.features)
-        driver.reserve(100)
-        target.cache.length = engine.drafter.cache.length = 20
-        engine.drafter.taken.fill_(1)
+        driver = driver.joined or driver
         for part in parts:
-            function = getattr(driver, f"_{part}")
+            function = getattr(driver, f"run_{part}")
             function()  # what is made on first use is not part of a graph
             stand_ins.more = 0
             graph = torch.cuda.CUDAGraph()
@@ -248,7 +257,15 @@ def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
         return (
             counts
             | {"a layer": {"finish": more}}
-            | ({**lanes(), "ops": dict(sorted(most.items()))} if most else {})
+            | (
+                {
+                    **lanes(),
+                    "auto of lanes": counted("auto", {}, parts=PARTS, texts=TEXTS),
+                    "ops": dict(sorted(most.items())),
+                }
+                if most
+                else {}
+            )
         )
 
 
