@@ -169,7 +169,7 @@ class CapturedDriver(EagerDriver):
                 for n, t in ((rows, torch.int64), (1, torch.int32))
             )
         )
-        ends = policy is not None and (policy.ends_early or policy.plan().patience > 0)
+        ends = policy is not None and (policy.ends_early or self.patience > 0)
         # whether a tree is one graph
         self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)
         self.notes: list[str] = []  # for the user, in the statistics of each answer
