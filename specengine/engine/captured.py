@@ -21,7 +21,6 @@ from specengine import cycle, ops, policies
 from specengine.cycle import REST, Draft, EagerDriver, Lane
 from specengine.drafters import CapturedDrafter, Drafter, RowDraft, Wrapped, reserve
 from specengine.drafters._wrappers import Coupled, Guided
-from specengine.errors import require_or
 from specengine.models import SharedRows
 from specengine.models.huggingface import (
     PADDED_ROWS,
@@ -35,6 +34,7 @@ from specengine.ops import Nodes
 from specengine.ops.cuda_graphs import (
     WARM_UPS,
     CaptureError,
+    GraphMemoryError,
     Graphs,
     Mark,
     branches,
@@ -434,9 +434,8 @@ class CapturedDriver(EagerDriver):
         coupled = self.drafter if self.grows_there else None
         self.sampler.take(sampler, coupled, chooses=self.serves(sampler))
         self.choice = self.sampler.choice
-        if (
-            self.joined is None
-        ):  # else before the next step, as pieces of prompts are not committed yet
+        # in a pool before the next step, as pieces of prompts are not committed yet
+        if self.joined is None:
             self.make_ready(self.choice, whole=self.serves(sampler))
 
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
@@ -569,16 +568,14 @@ class CapturedDriver(EagerDriver):
                 record = self._read(sent.record)
                 drafted = record.length
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
-                yield self._commit(lane, record, seconds, follows=follows, times=times)
+                yield self._commit(lane, record, seconds, learns=follows or times)
                 if follows and lane.reason is None:
                     ahead = self._start(number)
         finally:
             self._end(lane, drafted)
 
-    def _commit(
-        self, lane: Lane, record: Record, seconds: Seconds, *, follows: bool, times: bool
-    ) -> Cycle:
-        """Append a cycle's tokens to an answer; return the cycle. follows, times: whether the host learns of it."""
+    def _commit(self, lane: Lane, record: Record, seconds: Seconds, *, learns: bool) -> Cycle:
+        """Append a cycle's tokens to an answer; return the cycle. learns: whether the policy does on the host."""
         if not record.accepted:
             refuse_no_choice(None, lane.history.length)
         for kept in range(1, record.accepted + 1):
@@ -596,10 +593,10 @@ class CapturedDriver(EagerDriver):
             record.tokens[:kept],
             seconds,
             record.grown - 1,
-            learnt=self.learns and not follows,
+            learnt=self.learns and self._learns_there(),
             end=end,
         )
-        if follows or times:
+        if learns:
             self.policy.learn(Outcome.of(finished))
         lane.count(finished)
         return finished
@@ -634,6 +631,8 @@ class CapturedDriver(EagerDriver):
 
     def give_up(self, lane: Lane, error: CaptureError) -> None:
         """Have a lane's cycles run without graphs from here on."""
+        if not isinstance(error, GraphMemoryError):  # else the next answer may find some
+            self.joined = None
         lane.driver = self.eager
         lane.stats.notes.append(f"{error}; cycles ran without graphs")
         if isinstance(self.drafter, RowDraft):
@@ -641,11 +640,10 @@ class CapturedDriver(EagerDriver):
 
     def result(self, lane: Lane, values: Tensor, sent: Sent, plan: Plan) -> Any:
         """Return the cycle that a record tells of, or its error."""
-        follows = self.learns and not self._learns_there()
-        times = self.learns and plan.times
+        learns = self.learns and (plan.times or not self._learns_there())
         try:
             record = self._read(values)
-            done = self._commit(lane, record, sent.seconds(None), follows=follows, times=times)
+            done = self._commit(lane, record, sent.seconds(None), learns=learns)
             self.target.tokens += [lane.root, *done.tokens[:-1]]
             lane.root = done.tokens[-1]
             if lane.reason is not None:
@@ -709,7 +707,6 @@ class JoinedDriver(CapturedDriver):
         super().__init__(first.target, first.drafter, first.policy)
         self.parts, self.branched = parts, False
         self._rows = cast(ModuleLane, first.target).joined
-        self._failed: list[Any] = []  # where caches were when a capture failed
         # by text: whether it is under way, whether it may have a tree, and how many nodes there are to draft from
         self._flags = torch.zeros(3, count, dtype=torch.int32, device=self.tree.device)
         self.record = self.record.repeat(count)
@@ -733,15 +730,8 @@ class JoinedDriver(CapturedDriver):
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
         for part in self.parts:
             part.reserve(len(part.target.tokens))
-        located = self._rows.locate()
-        require_or(
-            CaptureError, "graphs: they could not be captured before", located != self._failed
-        )
-        try:
-            super().make_ready(choice, whole=whole)
-        except CaptureError:
-            self._failed = located
-            raise
+        self._rows.locate()
+        super().make_ready(choice, whole=whole)
 
     def _start(self, number: int) -> Sent:
         self._flags[1].copy_(self._flags[2])
@@ -802,11 +792,8 @@ class CapturedLanes:
         self._words = ops.own_bits(PADDED_ROWS, device).repeat(len(lanes), 1, 1)
         self._live = torch.ones(len(lanes), 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._failed: list[
-            tuple[int, int]
-        ] = []  # addresses of the slabs with which a capture failed
-        # addresses of all slabs, and the tables that say where they lie
-        self._addresses: list[tuple[int, int]] = []
+        # addresses and capacities of all slabs: with which a capture failed, and of which the tables are
+        self._failed = self._addresses = list[tuple[int, int]]()
         self.tables = self._one
         for lane in lanes:
             lane.joined = self
@@ -847,9 +834,8 @@ class CapturedLanes:
         for lane in self._lanes:
             lane.cache.reserve(len(lane.tokens) + width)
         slabs = [lane.cache.slab for lane in self._lanes]
-        addresses = [
-            (slab.data_ptr(), slab.shape[3]) for slab in slabs
-        ]  # one may take another's place
+        # with the capacities, as one may take another's place
+        addresses = [(slab.data_ptr(), slab.shape[3]) for slab in slabs]
         if addresses != self._addresses:
             self._addresses, self.tables = addresses, ops.tables_of(slabs)
         return addresses
