@@ -8,7 +8,7 @@ logits, and walks itself.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
 from typing import Any, NamedTuple, cast
@@ -145,7 +145,7 @@ class CapturedDriver(EagerDriver):
         )
         self.graphs = Graphs(target.device)
         device = target.device
-        self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
+        rows = policy.rows if policy and self.grows_there else 1
         self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
         self.frontier = Nodes(
             *(
@@ -157,6 +157,8 @@ class CapturedDriver(EagerDriver):
         # whether a tree is one graph
         self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)
         self.notes: list[str] = []  # for the user, in the statistics of each answer
+        # rows of graphs that finish trees of fewer nodes than the largest one's, descending
+        self.narrow: list[int] = []
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
         self._sampler = DeviceSampler(device)
@@ -166,6 +168,18 @@ class CapturedDriver(EagerDriver):
         self._records = [
             torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
         ]
+
+    @property
+    def passes(self) -> int:
+        """Return the maximum number of draft passes of a tree, 0 where trees do not grow in graphs."""
+        return self.policy.passes if self.policy is not None and self.grows_there else 0
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the numbers of rows that `narrow` may have, descending: where the host reads how large a tree is."""
+        read = self.rests and self.passes > 1 and self.policy.ends_early
+        rounded = {padded_width(nodes) for nodes in range(2, self.budget) if read}
+        return sorted((rows for rows in rounded if rows < self.budget), reverse=True)
 
     @property
     def rests(self) -> bool:
@@ -262,6 +276,8 @@ class CapturedDriver(EagerDriver):
         Where the tree is not one graph, the host reads after a part whether it was the last.
 
         After `first` it reads only if the last tree had no draft pass: a root pass for nothing is rarer than a wait.
+        With that it reads how many nodes are verified. The largest number of rows finishes a tree that ends with the
+        last pass, which nobody reads.
         """
         if self.branched:
             self._run("tree")
@@ -275,24 +291,31 @@ class CapturedDriver(EagerDriver):
                 self._drafts = False
                 return alone
         self._run("root")
-        for number in range(1, self.passes):
+        for _ in range(1, self.passes):
             if self.policy.ends_early:
-                read = [self.frontier.live, self.tree.passes][: 2 if number == 1 else 1]
-                live, *passes = torch.cat(read).tolist()  # of the first pass both at once: one wait
+                kept = [self._run(f"kept {self.budget}").live] if self.narrow else []
+                read = [self.frontier.live, self.tree.passes, *kept]
+                live, passes, *nodes = torch.cat(read).tolist()  # at once: one wait
                 if not live:
-                    self._drafts = number > 1 or passes[0] > 0
-                    return "finish" if self._drafts else alone
+                    self._drafts = passes > 0
+                    fitting = (f"finish {rows}" for rows in self.narrow if rows >= nodes[0])
+                    return ["finish", *fitting][-1] if self._drafts else alone
             self._run("level")
         self._drafts = self.passes > 1
         return "finish"
 
     def _run(self, name: str) -> Any:
-        return self.graphs.run(self._name(name), self._reads(), getattr(self, f"_{name}"))
+        function, *rows = name.split()
+        return self.graphs.run(
+            self._name(name),
+            self._reads(),
+            partial(getattr(self, f"_{function}"), *map(int, rows)),
+        )
 
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
         sampler = self._sampler
-        if name in ("finish", "plain"):
+        if name.startswith(("finish", "plain")):
             return name + (
                 " truncated" if sampler.truncates else " sampled" if sampler.draws else " greedy"
             )
@@ -369,7 +392,11 @@ class CapturedDriver(EagerDriver):
         if self.branched:
             return ["tree"]
         asks = self.grows_there and self.policy is not None and self.policy.plan().patience
-        return [*(["first"] if asks else []), *["root", "level"][: min(self.passes, 2)]]
+        return [
+            *["first"] * bool(asks),
+            *["root", "level"][: min(self.passes, 2)],
+            *[f"kept {self.budget}"] * bool(self.narrow),
+        ]
 
     # ---- as the engine sees it
 
@@ -377,6 +404,11 @@ class CapturedDriver(EagerDriver):
         """Return whether whole cycles, choices by this sampler included, can stay on the device."""
         chooses = not sampler.processors if sampler.seed is None else not sampler.reads_history
         return self.grows_there and chooses and sampler.logprobs is None
+
+    def narrow_to(self, rows: Collection[int]) -> None:
+        """Finish trees in these numbers of rows too, each captured once it is needed; drop what was only timed."""
+        self.narrow = [width for width in self.widths if width in rows]
+        self.graphs.drop(*(self._name(f"finish {n}") for n in {*self.widths} - {*self.narrow}))
 
     def reserve(self, tokens: int) -> None:
         """Make room, also for the cycle that may run behind the last token and for the runs of a capture."""
@@ -409,22 +441,24 @@ class CapturedDriver(EagerDriver):
         self.reserve(tokens)
         for sampler in (Sampler(), Sampler(seed=0), Sampler([TopP(0.9)], seed=0)):
             self.prepare(sampler)
+            self._capture(*self._missing([f"finish {rows}" for rows in self.narrow]))
         self._capture(*self._missing(["verify"]))
 
     @torch.inference_mode()
     def rehearse(self, root: int, count: int) -> dict[str, list[float]]:
         """Run greedy cycles below this token, behind what the caches hold, and undo each; return the seconds of parts.
 
-        Parts are `plain`, a cycle before the others, `first`, `root`, `level`, `end` (what a tree takes behind its last
-        level) and `finish`, each with the host's reads before it. A cycle has one level, as wide as may be, whatever
-        the policy thinks of it. Captures what is not captured yet. Trees grow in graphs, if there are any, and no
-        answer is under way.
+        Parts are `plain` and `finish N`, by `widths`, cycles of a root alone before the others, `first`, `root`,
+        `level`, `end` (what a tree takes behind its last level) and `finish`, each with the host's reads before it. A
+        cycle has one level, as wide as may be, whatever the policy thinks of it. Captures what is not captured yet.
+        Trees grow in graphs, if there are any, and no answer is under way.
         """
         self.prepare(Sampler())
         # passes of one graph have no times of their own
         branched, self.branched = self.branched, False
         self._capture(*self._missing(self._growth()))
         self.branched = branched
+        self._capture(*self._missing([f"finish {rows}" for rows in self.widths]))
         spans = list[tuple[str, Mark, Mark]]()
         for _ in range(count):
             with self._undone():
@@ -441,9 +475,9 @@ class CapturedDriver(EagerDriver):
         (ids, live), device, policy = self.frontier, self.tree.device, self.policy
         reads = policy is not None and policy.ends_early and not self.branched
         began = Mark(device)
-        if self.rests:
-            self._run("plain")
-            yield "plain", began, (began := Mark(device))
+        for name in [*["plain"] * self.rests, *(f"finish {rows}" for rows in self.widths)]:
+            self._run(name)
+            yield name, began, (began := Mark(device))
         ended = began
         if policy is not None:
             if policy.plan().patience:
@@ -573,13 +607,17 @@ class CapturedDriver(EagerDriver):
             began = Mark(device)
             end = self._grow()
             drafted = Mark(device)
-            self._run(end)
+            late = self._missing([end])
+            self._run("finish" if late else end)
             into = self._records[number % 2]
             into.copy_(self._record, non_blocking=True)
             # off CUDA a record of its own, as the device would have another memory
-            return Sent(
+            sent = Sent(
                 into if device.type == "cuda" else into.clone(), (began, drafted, Mark(device))
             )
+            if late:  # for the next trees, as none is under way
+                self._capture(*late)
+            return sent
 
     def _read(self, values: Tensor) -> Record:
         """Parse a record that has been copied to the host."""

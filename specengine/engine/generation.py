@@ -158,6 +158,8 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
         stats.policy, stats.plain_reason = repr(policy), plan.reason
         if plan.reads_costs and costs().doubt:
             stats.notes.append(f"costs are provisional: {costs().doubt} while they were measured")
+        if plan.reads_costs and drivers.captured is not None:
+            drivers.captured.narrow_to(costs().verify)
     if not request.reuse_cache and pool is None:  # a pool's caches are what its texts share
         engine.reset()
     stats.draft = drafter.name if drafter is not None else ""
