@@ -421,14 +421,36 @@ class CapturedDriver(EagerDriver):
             text = room(slots + nodes, limit + nodes) - nodes - self.unread
             reserve(self.drafter, text, self.policy.capacity, self.unread)
 
+    def _require_same(self) -> None:
+        """Drop captures that read weights which have moved."""
+        weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
+        self.graphs.require_same(self.target.lm.model, *weights)
+
+    def prefill(self, tokens: list[int], keep: int) -> Tensor | None:
+        """Run a few tokens as a tree of one path, by the graph that verifies; the first prompt waits for no capture.
+
+        Rows of a tree have other bits than those of a prompt, so a strict target's are no tree.
+        """
+        rest, target = tokens[keep:], self.target
+        self._require_same()
+        fits = 0 < len(rest) <= self.budget and not (target.strict_rows or target.cache.states)
+        if not fits or not self.graphs.captures:
+            return super().prefill(tokens, keep)
+        target.prefill(tokens[:keep], keep)
+        for name in self._missing(["verify"]):
+            self._capture(name)
+        chain = TokenTree.of_lists(rest, [*range(-1, len(rest) - 1)], HOST)
+        _, features = self.verify(chain)
+        target.commit(chain, [*range(len(rest))])
+        return features
+
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
         for memory in self.target.cache.states:
             memory.settle(self.target.cache.filled, self.budget)
         coupled = self.drafter if self.grows_there else None
         self._sampler.take(sampler, coupled, chooses=self.serves(sampler))
-        weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
-        self.graphs.require_same(self.target.lm.model, *weights)
+        self._require_same()
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()
             self.notes = [] if self.branched else [PARTS_NOTE]

@@ -126,8 +126,8 @@ def test_the_host_waits_no_more_and_launches_the_same() -> None:
                 for name, known in driver.graphs._captured.items()
             }
     assert waits[0] == waits[1]
-    few, many, most = (launches[f"finish{rows} greedy"] for rows in (" 8", " 16", ""))
-    assert max(few, many) <= most
+    counts = [launches[f"finish{rows} greedy"] for rows in (" 8", " 16", "")]
+    assert max(counts) - min(counts) < 5  # of those that pad
 
 
 def test_a_width_is_captured_once_a_tree_needs_it_and_by_a_warmup(ran: Counter[str]) -> None:
