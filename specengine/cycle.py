@@ -340,10 +340,6 @@ class EagerDriver:
         if self.policy is not None:
             reserve(self.drafter, tokens, self.policy.capacity, self.unread)
 
-    def prefill(self, tokens: list[int], keep: int) -> Tensor | None:
-        """Run a prompt after its first `keep` tokens, as `Target.prefill`."""
-        return self.target.prefill(tokens, keep)
-
     def draft(
         self, token: int, seconds: Seconds, source: Drafter, plan: Plan, *, shared: bool = False
     ) -> Generator[SharedRows, None, Draft]:

@@ -294,8 +294,8 @@ class CapturedDriver(EagerDriver):
         for _ in range(1, self.passes):
             if self.policy.ends_early:
                 kept = [self._run(f"kept {self.budget}").live] if self.narrow else []
-                read = [self.frontier.live, self.tree.passes, *kept]
-                live, passes, *nodes = torch.cat(read).tolist()  # at once: one wait
+                counts = torch.cat([self.frontier.live, self.tree.passes, *kept])
+                live, passes, *nodes = counts.tolist()  # at once: one wait
                 if not live:
                     self._drafts = passes > 0
                     fitting = (f"finish {rows}" for rows in self.narrow if rows >= nodes[0])
@@ -422,34 +422,32 @@ class CapturedDriver(EagerDriver):
             reserve(self.drafter, text, self.policy.capacity, self.unread)
 
     def _require_same(self) -> None:
-        """Drop captures that read weights which have moved."""
         weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
         self.graphs.require_same(self.target.lm.model, *weights)
 
     def prefill(self, tokens: list[int], keep: int) -> Tensor | None:
-        """Run a few tokens as a tree of one path, by the graph that verifies; the first prompt waits for no capture.
+        """Run a prompt as `Target.prefill`: up to `budget` tokens as a tree of one path, by the graph that verifies.
 
-        Rows of a tree have other bits than those of a prompt, so a strict target's are no tree.
+        The driver's first prompt waits for no capture. Rows of a tree have other bits than those of a prompt, so a
+        strict target's are no tree.
         """
-        rest, target = tokens[keep:], self.target
+        target, count = self.target, len(tokens) - keep
         self._require_same()
-        fits = 0 < len(rest) <= self.budget and not (target.strict_rows or target.cache.states)
+        fits = 0 < count <= self.budget and not (target.strict_rows or target.cache.states)
         if not fits or not self.graphs.captures:
-            return super().prefill(tokens, keep)
+            return target.prefill(tokens, keep)
         target.prefill(tokens[:keep], keep)
-        for name in self._missing(["verify"]):
-            self._capture(name)
-        chain = TokenTree.of_lists(rest, [*range(-1, len(rest) - 1)], HOST)
+        chain = TokenTree.of_lists(tokens[keep:], [*range(-1, count - 1)], HOST)
         _, features = self.verify(chain)
-        target.commit(chain, [*range(len(rest))])
+        target.commit(chain, [*range(count)])
         return features
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
         for memory in self.target.cache.states:
             memory.settle(self.target.cache.filled, self.budget)
-        coupled = self.drafter if self.grows_there else None
-        self._sampler.take(sampler, coupled, chooses=self.serves(sampler))
+        drafter = self.drafter if self.grows_there else None
+        self._sampler.take(sampler, drafter, chooses=self.serves(sampler))
         self._require_same()
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()

@@ -184,7 +184,7 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     stats.num_cached_prompt_tokens = cached
     stats.num_prompt_tokens = len(request.prompt)  # last: other threads tell both from then on
     features = (
-        driver.prefill(before, cached)
+        (target if drivers.captured is None else drivers.captured).prefill(before, cached)
         if pool is None
         else (yield from pool.prefill(engine, before, cached))
     )

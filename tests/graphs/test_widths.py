@@ -13,6 +13,7 @@ import torch
 from specengine import Engine, policies
 from specengine.costs import PassCosts, measuring
 from specengine.costs.measuring import stored
+from specengine.drafters.small_model import SmallModel
 from specengine.engine.captured import CapturedDriver
 from specengine.ops import cuda_graphs as graphs
 from specengine.policies import TreePolicy
@@ -43,7 +44,7 @@ def _references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MIN_SLOTS", 128)
 
 
-def policy_of(name: str) -> TreePolicy:
+def policy_of(name: str) -> Any:
     return policies.make(name, **SHAPES[name])
 
 
@@ -159,7 +160,7 @@ def test_where_the_host_reads_no_size_or_rows_must_be_alike_there_is_one_width()
     with pretended.cuda(branches=True):
         assert driver_of(with_policy(policy_of("auto"))).widths == []
     target = strict_target()
-    drafter = engines.SmallModel(engines.near_copy(), target.vocab_size)
+    drafter = SmallModel(engines.near_copy(), target.vocab_size)
     assert driver_of(Engine(target, drafter, policy_of("auto"))).widths == []
 
 
@@ -206,7 +207,7 @@ def test_widths_are_used_where_they_were_measured_to_pay(
     seconds: float, widths: list[int], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_rows(monkeypatch, clock, seconds)
-    policy = policies.make("auto", **SHAPES["auto"] | {"costs": "measured"})
+    policy: Any = policies.make("auto", **SHAPES["auto"] | {"costs": "measured"})
     engine = with_policy(policy)
     engine.generate(PROMPT, max_new_tokens=2)
     driver, costs = driver_of(engine), policy._costs.base
@@ -229,7 +230,7 @@ def test_prices_of_widths_stay_where_nothing_changes(
 ) -> None:
     """A cycle corrects the price of the rows that it had."""
     by_rows(monkeypatch, clock, 0.01)
-    policy = policies.make("auto", **SHAPES["auto"] | {"costs": "measured"})
+    policy: Any = policies.make("auto", **SHAPES["auto"] | {"costs": "measured"})
     engine = with_policy(policy)
     for _ in range(4):
         engine.generate(PROMPT, max_new_tokens=24)

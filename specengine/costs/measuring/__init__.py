@@ -208,8 +208,9 @@ def _points(driver: Driver, parts: dict[str, float]) -> tuple[Points, Points]:
     for name, seconds in parts.items():  # by falling numbers of rows
         if name.startswith("finish ") and MIN_SAVING * seconds < min(verify.values()):
             verify[int(name.split()[1])] = seconds
-    plain = {1: parts["plain"]} if parts["plain"] else {}
-    return plain | verify, {width: parts["level"] or parts["root"]}
+    if parts["plain"]:
+        verify[1] = parts["plain"]
+    return verify, {width: parts["level"] or parts["root"]}
 
 
 def _parts(cycles: "SyntheticCycles", driver: Driver, until: float) -> dict[str, float]:
