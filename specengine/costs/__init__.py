@@ -158,8 +158,11 @@ class PassCosts:
                 dtype=torch.int64,
                 device="cpu",
             )
-            rows = torch.arange(count + 1, dtype=torch.int64, device="cpu")
-            column = column[ends[torch.bucketize(rows, ends)]]
+            column = column[
+                ends[
+                    torch.bucketize(torch.arange(count + 1, dtype=torch.int64, device="cpu"), ends)
+                ]
+            ]
         return column.clamp(min=0)
 
 

@@ -164,9 +164,9 @@ class CapturedDriver(EagerDriver):
         self._sampler = DeviceSampler(device)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self._record = torch.zeros(size, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
         self._records = [
-            torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
+            torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+            for _ in range(2)
         ]
 
     @property
@@ -446,8 +446,9 @@ class CapturedDriver(EagerDriver):
     def prepare(self, sampler: Sampler) -> None:
         for memory in self.target.cache.states:
             memory.settle(self.target.cache.filled, self.budget)
-        drafter = self.drafter if self.grows_there else None
-        self._sampler.take(sampler, drafter, chooses=self.serves(sampler))
+        self._sampler.take(
+            sampler, self.drafter if self.grows_there else None, chooses=self.serves(sampler)
+        )
         self._require_same()
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()
