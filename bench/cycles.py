@@ -230,7 +230,7 @@ class CycleParts:
         target, tree, length = driver.target, driver.tree, driver.target.cache.filled
 
         def keep() -> tuple[Nodes, TokenTree]:
-            verified_nodes = driver._kept(driver.budget)
+            verified_nodes = driver.run_kept(driver.budget)
             return verified_nodes, tree.subtree(verified_nodes)
 
         nodes, verified = self._part("keep policy", keep)
@@ -400,8 +400,8 @@ class Cycles:
                 parts.run(root)
         by_part = {name: milliseconds(times) for name, times in parts.seconds.items()}
         whole = {name: milliseconds(times) for name, times in cycles.items()}
-        # a plain cycle is rehearsed before the others, and is none of their parts
-        total = sum(time for name, time in whole.items() if name != "plain")
+        # cycles of a root alone are rehearsed before the others, and are none of their parts
+        total = sum(ms for name, ms in whole.items() if not name.startswith(("plain", "finish ")))
         kinds = dict.fromkeys(("draft", "policy", "verify", "walk", "commit"), 0.0)
         for name, taken in by_part.items():
             kinds[name.split()[-1]] += taken

@@ -215,5 +215,6 @@ def _tables(key: Mapping[str, Any], costs: "PassCosts", engine: Engine) -> dict[
         "verified nodes": {str(n): times(n, drafting=False) for n in sorted(costs.verify)},
         "drafted from": {str(n): times(n, drafting=True) for n in sorted(drafted)},
         "rest of a cycle": [f"{1e3 * costs.overhead:.2f} ms"],
-        "captured": ["every verification takes what the largest tree's does"] * costs.padded,
+        "captured": ["a verification takes what the next of these numbers of nodes does"]
+        * costs.padded,
     }

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +43,8 @@ class PassCosts:
     overhead       cost of a drafted cycle besides its passes: both commits, and the extra cost of the first draft pass
     context        tokens in the cache for which `verify` and `draft` hold
     verify_growth, draft_growth  extra cost per further token in the cache, by number of nodes; empty: none
-    padded         every verification of a tree, and every draft pass, runs as many rows as the largest
+    padded         a verification runs as many rows as the next point of `verify` has, a draft pass as many as the
+                   largest
     chains         costs are of chains that are accepted whole, as every path of a tree is verified by a row of its
                    own, and an accepted part of one is run again
     experts        experts of the target, over all layers, that a verification of n nodes read when it was measured;
@@ -86,14 +87,14 @@ class PassCosts:
 
         context: tokens in the cache; contexts shorter than the measured one count as that one.
 
-        A padded table is flat but for the root alone: it holds for trees with at most `nodes` nodes and passes of at
-        most `width` nodes.
+        A padded table has steps, the last one up to `nodes`: it holds for trees with at most `nodes` nodes and passes
+        of at most `width` nodes.
         """
         require("nodes, width", (nodes, width), "1 or more each", min(nodes, width) >= 1)
         longer = max(0, context - self.context)
         return CostTable(
-            self._column(self.verify, self.verify_growth, nodes, longer, 2),
-            self._column(self.draft, self.draft_growth, width, longer, 1),
+            self._column(self.verify, self.verify_growth, nodes, longer, self.verify),
+            self._column(self.draft, self.draft_growth, width, longer, ()),
         )
 
     def beside(self, others: int, **shared: Any) -> "SharedCosts":
@@ -147,12 +148,21 @@ class PassCosts:
         return costs
 
     def _column(
-        self, base: Points, growth: Points, count: int, longer: int, smallest: int
+        self, base: Points, growth: Points, count: int, longer: int, widths: Iterable[int]
     ) -> Tensor:
-        """Return costs of 0 to `count` rows; smallest: rows from which on they are flat if `padded`."""
+        """Return costs of 0 to `count` rows; widths: those that rows are rounded up to if `padded`, or to `count`."""
         column = _column(_sorted(base), count) + longer * _column(_sorted(growth), count)
         if self.padded:
-            column[smallest:] = column[-1].clone()
+            ends = torch.tensor(
+                sorted({0, count, *(rows for rows in widths if rows < count)}),
+                dtype=torch.int64,
+                device="cpu",
+            )
+            column = column[
+                ends[
+                    torch.bucketize(torch.arange(count + 1, dtype=torch.int64, device="cpu"), ends)
+                ]
+            ]
         return column.clamp(min=0)
 
 

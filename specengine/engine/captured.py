@@ -8,7 +8,7 @@ logits, and walks itself.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, partialmethod
 from itertools import chain
@@ -161,7 +161,7 @@ class CapturedDriver(EagerDriver):
         )
         self.graphs = Graphs(target.device)
         device = target.device
-        self.passes, rows = (policy.passes, policy.rows) if policy and self.grows_there else (0, 1)
+        rows = policy.rows if policy and self.grows_there else 1
         self.tree = TokenTree(policy.capacity if policy and self.grows_there else 1, device)
         self.frontier = Nodes(
             *(
@@ -175,6 +175,8 @@ class CapturedDriver(EagerDriver):
         self.notes: list[str] = []  # for the user, in the statistics of each answer
         self.parts: Sequence[CapturedDriver] = (self,)
         self.under_way: Tensor | None = None  # int32 [1], 0 where nothing is to be committed
+        # rows of graphs that finish trees of fewer nodes than the largest one's, descending
+        self.narrow: list[int] = []
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
         # nodes and tree, where they were run with those of other texts
@@ -182,15 +184,27 @@ class CapturedDriver(EagerDriver):
         self.sampler = DeviceSampler(device)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self.record = torch.zeros(size, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
         self._records = [
-            torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
+            torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+            for _ in range(2)
         ]
 
     @property
     def joins(self) -> bool:
         """Return whether its functions can be one graph with those of a pool's other texts."""
         return self.grows_there and isinstance(self.drafter, RowDraft | None)
+
+    @property
+    def passes(self) -> int:
+        """Return the maximum number of draft passes of a tree, 0 where trees do not grow in graphs."""
+        return self.policy.passes if self.policy is not None and self.grows_there else 0
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the numbers of rows that `narrow` may have, descending: where the host reads how large a tree is."""
+        read = self.rests and self.passes > 1 and self.policy.ends_early
+        rounded = {padded_width(nodes) for nodes in range(2, self.budget) if read}
+        return sorted((rows for rows in rounded if rows < self.budget), reverse=True)
 
     @property
     def rests(self) -> bool:
@@ -275,10 +289,13 @@ class CapturedDriver(EagerDriver):
 
     def select(self, rows: int) -> tuple[Nodes, TokenTree]:
         """Return the nodes to verify, `rows` wide on a device, 0: as wide as the largest tree; and their tree."""
-        ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
-        wide = ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows or self.budget)
-        nodes = Nodes(wide, live)
+        nodes = self.run_kept(rows or self.budget)
         return nodes, self.tree.subtree(nodes)
+
+    def run_kept(self, rows: int) -> Nodes:
+        """Return the nodes to verify, `rows` wide on a device."""
+        ids, live = self.tree.root_alone() if self.policy is None else self.policy.keep(self.tree)
+        return Nodes(ids[: int(live)] if ops.is_free(live) else ops.padded(ids, rows), live)
 
     run_plain = partialmethod(run_finish, 1)  # of a tree that is its root alone, in one row
 
@@ -290,6 +307,8 @@ class CapturedDriver(EagerDriver):
         Where the tree is not one graph, the host reads after a part whether it was the last.
 
         After `first` it reads only if the last tree had no draft pass: a root pass for nothing is rarer than a wait.
+        With that it reads how many nodes are verified. The largest number of rows finishes a tree that ends with the
+        last pass, which nobody reads.
         """
         if self.branched:
             self._run("tree")
@@ -299,33 +318,37 @@ class CapturedDriver(EagerDriver):
         if self.patience:
             self._run("first")
             reads = not self._drafts or ops.is_free(self.frontier.live)
-            if reads and not self._look()[0]:
+            if reads and not any(self.frontier.live.tolist()):
                 self._drafts = False
                 return alone
         self._run("root")
         for _ in range(1, self.passes):
             if self.policy.ends_early:
-                live, passes = self._look()
+                live, passes, nodes = self._look()
                 if not live:
                     self._drafts = passes > 0
-                    return "finish" if self._drafts else alone
+                    fitting = (f"finish {rows}" for rows in self.narrow if rows >= nodes)
+                    return ["finish", *fitting][-1] if self._drafts else alone
             self._run("level")
         self._drafts = self.passes > 1
         return "finish"
 
-    def _look(self) -> tuple[int, int]:
-        """Return how many nodes there are to draft from next, and passes were, the most of any text: one wait."""
-        numbers = [(part.frontier.live, part.tree.passes) for part in self.parts]
-        live, passes = zip(*torch.cat([*chain(*numbers)]).view(-1, 2).tolist(), strict=True)
-        return max(live), max(passes)
+    def _look(self) -> tuple[int, int, int]:
+        """Return nodes to draft from next, and passes so far, the most of any text, and nodes to verify: one wait."""
+        kept = self._run(f"kept {self.budget}").live if self.narrow else self.frontier.live[:1]
+        numbers = [count for part in self.parts for count in (part.frontier.live, part.tree.passes)]
+        *counts, nodes = torch.cat([*numbers, kept]).tolist()
+        return max(counts[::2]), max(counts[1::2]), nodes
 
     def _run(self, name: str) -> Any:
-        return self.graphs.run(self._name(name), self.reads(), getattr(self, f"run_{name}"))
+        function, *rows = name.split()
+        run = partial(getattr(self, f"run_{function}"), *map(int, rows))
+        return self.graphs.run(self._name(name), self.reads(), run)
 
     def _name(self, name: str) -> str:
         """Return the name of a capture; a function and so its capture depend on the sampler."""
         choice = self.sampler.choice
-        if name in ("finish", "plain"):
+        if name.startswith(("finish", "plain")):
             return name + (
                 " truncated" if choice.truncates else " sampled" if choice.draws else " greedy"
             )
@@ -405,8 +428,11 @@ class CapturedDriver(EagerDriver):
     def _growth(self) -> list[str]:
         if self.branched:
             return ["tree"]
-        asks = self.grows_there and self.patience
-        return [*(["first"] if asks else []), *["root", "level"][: min(self.passes, 2)]]
+        return [
+            *["first"] * bool(self.grows_there and self.patience),
+            *["root", "level"][: min(self.passes, 2)],
+            *[f"kept {self.budget}"] * bool(self.narrow),
+        ]
 
     # ---- as the engine sees it
 
@@ -414,6 +440,11 @@ class CapturedDriver(EagerDriver):
         """Return whether whole cycles, choices by this sampler included, can stay on the device."""
         chooses = not sampler.processors if sampler.seed is None else not sampler.reads_history
         return self.grows_there and chooses and sampler.logprobs is None
+
+    def narrow_to(self, rows: Collection[int]) -> None:
+        """Finish trees in these numbers of rows too, each captured once it is needed; drop what was only timed."""
+        self.narrow = [width for width in self.widths if width in rows]
+        self.graphs.drop(*(self._name(f"finish {n}") for n in {*self.widths} - {*self.narrow}))
 
     def reserve(self, tokens: int) -> None:
         """Make room, also for the cycle that may run behind the last token and for the runs of a capture."""
@@ -426,6 +457,27 @@ class CapturedDriver(EagerDriver):
             text = room(slots + nodes, limit + nodes) - nodes - self.unread
             # what idles in a pool writes behind the tokens that wait
             reserve(self.drafter, text, self.policy.capacity, self.unread + 1)
+
+    def _require_same(self) -> None:
+        weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
+        self.graphs.require_same(self.target.lm.model, *weights)
+
+    def prefill(self, tokens: list[int], keep: int) -> Tensor | None:
+        """Run a prompt as `Target.prefill`: up to `budget` tokens as a tree of one path, by the graph that verifies.
+
+        The driver's first prompt waits for no capture. Rows of a tree have other bits than those of a prompt, so a
+        strict target's are no tree.
+        """
+        target, count = self.target, len(tokens) - keep
+        self._require_same()
+        fits = 0 < count <= self.budget and not (target.strict_rows or target.cache.states)
+        if not fits or not self.graphs.captures:
+            return target.prefill(tokens, keep)
+        target.prefill(tokens[:keep], keep)
+        chain = TokenTree.of_lists(tokens[keep:], [*range(-1, count - 1)], HOST)
+        _, features = self.verify(chain)
+        target.commit(chain, [*range(count)])
+        return features
 
     @torch.inference_mode()
     def prepare(self, sampler: Sampler) -> None:
@@ -443,8 +495,7 @@ class CapturedDriver(EagerDriver):
         for part in self.parts:
             part.sampler.choice = choice
         self.sampler.choice = choice
-        weights = self.drafter.weights if isinstance(self.drafter, CapturedDrafter) else ()
-        self.graphs.require_same(self.target.lm.model, *weights)
+        self._require_same()
         if self.branched and self._missing(["tree"]):
             self.branched = self._grows_alike()
             self.notes = [] if self.branched else [PARTS_NOTE]
@@ -457,16 +508,17 @@ class CapturedDriver(EagerDriver):
         self.reserve(tokens)
         for sampler in (Sampler(), Sampler(seed=0), Sampler([TopP(0.9)], seed=0)):
             self.prepare(sampler)
+            self._capture(*self._missing([f"finish {rows}" for rows in self.narrow]))
         self._capture(*self._missing(["verify"]))
 
     @torch.inference_mode()
     def rehearse(self, root: int, count: int) -> dict[str, list[float]]:
         """Run greedy cycles below this token, behind what the caches hold, and undo each; return the seconds of parts.
 
-        Parts are `plain`, a cycle before the others, `first`, `root`, `level`, `end` (what a tree takes behind its last
-        level) and `finish`, each with the host's reads before it. A cycle has one level, as wide as may be, whatever
-        the policy thinks of it. Captures what is not captured yet. Trees grow in graphs, if there are any, and no
-        answer is under way.
+        Parts are `plain` and `finish N`, by `widths`, cycles of a root alone before the others, `first`, `root`,
+        `level`, `end` (what a tree takes behind its last level) and `finish`, each with the host's reads before it. A
+        cycle has one level, as wide as may be, whatever the policy thinks of it. Captures what is not captured yet.
+        Trees grow in graphs, if there are any, and no answer is under way.
         """
         self.prepare(Sampler())
         self.make_ready(self.choice)  # also in a pool
@@ -474,6 +526,7 @@ class CapturedDriver(EagerDriver):
         branched, self.branched = self.branched, False
         self._capture(*self._missing(self._growth()))
         self.branched = branched
+        self._capture(*self._missing([f"finish {rows}" for rows in self.widths]))
         spans = list[tuple[str, Mark, Mark]]()
         for _ in range(count):
             with self.undone():
@@ -490,9 +543,9 @@ class CapturedDriver(EagerDriver):
         (ids, live), device, policy = self.frontier, self.tree.device, self.policy
         reads = policy is not None and policy.ends_early and not self.branched
         began = Mark(device)
-        if self.rests:
-            self._run("plain")
-            yield "plain", began, (began := Mark(device))
+        for name in [*["plain"] * self.rests, *(f"finish {rows}" for rows in self.widths)]:
+            self._run(name)
+            yield name, began, (began := Mark(device))
         ended = began
         if policy is not None:
             if self.patience:
@@ -673,13 +726,17 @@ class CapturedDriver(EagerDriver):
             began = Mark(device)
             end = self._grow()
             drafted = Mark(device)
-            self._run(end)
+            late = self._missing([end])
+            self._run("finish" if late else end)
             into = self._records[number % 2]
             into.copy_(self.record, non_blocking=True)
             # off CUDA a record of its own, as the device would have another memory
-            return Sent(
+            sent = Sent(
                 into if device.type == "cuda" else into.clone(), (began, drafted, Mark(device))
             )
+            if late:  # for the next trees, as none is under way
+                self._capture(*late)
+            return sent
 
     def _read(self, values: Tensor) -> Record:
         """Parse a record that has been copied to the host."""

@@ -158,6 +158,8 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
         stats.policy, stats.plain_reason = repr(policy), plan.reason
         if plan.reads_costs and costs().doubt:
             stats.notes.append(f"costs are provisional: {costs().doubt} while they were measured")
+        if plan.reads_costs and drivers.captured is not None:
+            drivers.captured.narrow_to(costs().verify)
     if not request.reuse_cache and pool is None:  # a pool's caches are what its texts share
         engine.reset()
     stats.draft = drafter.name if drafter is not None else ""
@@ -182,7 +184,7 @@ def _begin(engine: EngineState, drivers: Drivers, request: Request) -> Generator
     stats.num_cached_prompt_tokens = cached
     stats.num_prompt_tokens = len(request.prompt)  # last: other threads tell both from then on
     features = (
-        target.prefill(before, cached)
+        (target if drivers.captured is None else drivers.captured).prefill(before, cached)
         if pool is None
         else (yield from pool.prefill(engine, before, cached))
     )

@@ -96,10 +96,27 @@ def test_each_token_of_context_adds_its_growth() -> None:
     )
 
 
-def test_tables_of_padded_costs_are_flat() -> None:
-    padded = costs_of(STEPS, padded=True)
-    assert padded.table(20, 1, 0).verify.tolist() == [0, 1.0, *[2.0] * 19]
-    assert padded.table(16, 1, 0).verify.tolist() == [0, *[1.0] * 16]
+def test_padded_costs_are_those_of_the_next_point() -> None:
+    widths = costs_of({1: 1.0, 8: 2.0, 16: 3.0, 64: 5.0}, padded=True)
+    few, more, most = [2.0] * 7, [3.0] * 8, [5.0] * 48
+    assert widths.table(64, 1, 0).verify.tolist() == [0, 1.0, *few, *more, *most]
+    assert widths.table(40, 1, 0).verify.tolist() == [0, 1.0, *few, *more, *[4.0] * 24]
+    assert widths.table(5, 1, 0).verify.tolist() == pytest.approx([0, 1.0, *[1 + 4 / 7] * 4])
+
+
+@pytest.mark.parametrize("points", [{1: 1.0, 2: 3.0, 20: 3.0}, {20: 3.0}])
+def test_padded_costs_of_one_width_are_flat(points: dict[int, float]) -> None:
+    """As files of earlier versions have them."""
+    found = costs_of(points, padded=True).table(20, 3, 0)
+    assert found.verify.tolist() == [0, points.get(1, 3.0), *[3.0] * 19]
+    assert found.draft.tolist() == [0, *[found.draft[-1]] * 3]
+
+
+def test_each_width_grows_with_the_context() -> None:
+    costs = costs_of({1: 1.0, 8: 2.0, 16: 3.0}, padded=True, verify_growth={1: 0.0, 16: 0.15})
+    verify = costs.table(16, 1, 10).verify
+    assert verify[2:9].tolist() == pytest.approx([2.0 + 10 * 0.07] * 7)
+    assert verify[9:].tolist() == pytest.approx([4.5] * 8)
 
 
 def test_tables_are_the_callers_own() -> None:

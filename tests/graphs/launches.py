@@ -7,6 +7,8 @@ of TEXTS texts. Views and uninitialised memory do not count. With kernels, the m
 and as many launches count as its launcher makes for the same arguments: kernels, and torch's operations that prepare
 them. `ops` has these, the most of a call.
 
+Prompts: what the host launches to run PROMPT, eagerly and as a tree.
+
 Waits: how often the host waits for the device in the cycles of an answer behind the first one, beside the number of
 these cycles and of their draft passes, by policy, draft and sampling.
 """
@@ -33,6 +35,7 @@ from specengine.engine import Pool
 from specengine.engine.captured import CapturedLanes
 from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
 from specengine.ops import _registry, cuda
+from specengine.request.sampling import Sampler
 from tests import toy
 from tests.graphs import pretended
 from tests.ops.backends import choose
@@ -311,6 +314,47 @@ def lanes() -> Counts:
     return found
 
 
+# ---- prompts
+
+
+def prompts() -> dict[str, int]:
+    """Count what the host launches to run a short prompt, eagerly and as a tree; a replay is one launch."""
+    launched, run = 0, pretended.Device.run
+
+    def noted(self: pretended.Device, name: str, *given: Any, **more: Any) -> Any:
+        nonlocal launched
+        found = run(self, name, *given, **more)
+        inside = {pretended.address(part.held) for part in _on_device(given)}
+        made = {pretended.address(part.held) for part in _on_device(found)}
+        written = name.endswith("_") or not made <= inside
+        launched += self.capturing is None and written and name not in pretended.UNWRITTEN
+        return found
+
+    counts = dict[str, int]()
+    with pytest.MonkeyPatch.context() as patch, pretended.cuda(), torch.inference_mode():
+        choose(patch, "reference")
+        model = pretended.moved(toy.tiny("llama", num_hidden_layers=LAYERS))
+        target = HuggingFaceTarget(model, captured=True)  # type: ignore[arg-type]
+        engine = Engine(target, Recycling(), policies.make("eagle"))
+        driver = engine.drivers.own.captured
+        assert driver is not None
+        driver.reserve(100)
+        patch.setattr(pretended.Device, "run", noted)
+        for name in ("eagerly", "as a tree"):
+            driver.prefill(PROMPT, 0)  # captures, once the driver has captured anything
+            engine.target.reset()
+            launched = 0
+            driver.prefill(PROMPT, 0)
+            counts[name] = launched + (name != "eagerly")
+            driver.prepare(Sampler())
+            engine.target.reset()
+    return counts
+
+
+def _on_device(values: Any) -> list[Any]:
+    return pretended.of_class(pretended.OnDevice, (values,))
+
+
 # ---- waits
 
 
@@ -356,7 +400,8 @@ def waits(names: tuple[str, ...] = NAMES[:2]) -> Counts:
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {way: table(backend) for way, backend in WAYS.items()} | {"waits": waits()}
+    found = {way: table(backend) for way, backend in WAYS.items()}
+    found |= {"prompts": {"a short one": prompts()}, "waits": waits()}
     if "--write" in sys.argv[1:]:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
     print(" " * 20 + "".join(f"{part:>8}" for part in PARTS))
@@ -370,6 +415,7 @@ def main() -> None:
     )
     for name in (name for name in found["kernels"] if "lanes" in name):
         print(f"{name}, by texts: {found['kernels'][name]}")
+    print(f"launches of the host for a short prompt: {found['prompts']['a short one']}")
     for name, figure in figures(found["kernels"]).items():
         print(f"{name}: {figure}, goal {GOALS[name]}")
     for name, row in found["waits"].items():

@@ -55,6 +55,12 @@ def test_a_layer_of_several_texts_launches_what_one_text_does() -> None:
     assert together <= alone
 
 
+def test_a_short_prompt_launches_no_more_than_the_table_says() -> None:
+    found, known = launches.prompts(), KNOWN["prompts"]["a short one"]
+    assert all(found[name] <= count for name, count in known.items()), (found, known)
+    assert 10 * known["as a tree"] < known["eagerly"]
+
+
 FAST = [("auto", "head", "greedy"), ("eagle", "recycling", "greedy")]
 
 

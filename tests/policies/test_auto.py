@@ -266,6 +266,18 @@ def test_costs_that_are_wrong_by_a_factor_of_three_move_to_reality() -> None:
     assert torch.equal(found.verify, before)
 
 
+@pytest.mark.parametrize(("step", "filled"), [(0.5, 8), (0.3, 16), (0.15, 24)])
+def test_a_tree_fills_the_rows_that_it_pays_for(step: float, filled: int) -> None:
+    """Nodes that are worth little come with the width of those that are worth more, and open no other one."""
+    widths = {1: 1.0, 8: 1.0 + step, 16: 1.0 + 2 * step, 24: 1.0 + 3 * step, 32: 1.0 + 4 * step}
+    costs = PassCosts("widths", widths, {8: 0.01}, padded=True)
+    law = [[0.4, 0.2, 0.1, 0.05, 0.04, 0.03]] * LEVELS
+    tree = drafted(auto(costs, budget=32, width=8, max_passes=4), Lawful(law)).tree
+    assert len(tree) == filled
+    smooth = PassCosts("smooth", widths, {8: 0.01})
+    assert len(drafted(auto(smooth, budget=32, width=8, max_passes=4), Lawful(law)).tree) % 8
+
+
 def test_prices_of_graphs_stay_over_many_answers_whatever_their_eager_first_cycle_takes() -> None:
     """Of 200 answers, whose other cycles stay on a device and take what was measured."""
     verify, draft, overhead = 0.0090, 0.0008, 0.0004

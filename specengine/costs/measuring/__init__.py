@@ -37,6 +37,7 @@ ROUNDS = 4  # rounds that a plan must have time for; the first one warms up
 # of cycles on a device before any is measured: a clock that idled takes so long to rise
 WARM_SECONDS = 0.2
 REHEARSED = 4  # cycles that a driver rehearses at once
+MIN_SAVING = 1.05  # time of the next more rows over that of fewer that is worth a graph of these
 
 
 class MeasuringPlan(NamedTuple):
@@ -128,9 +129,9 @@ def measure(
     finds nothing in random tokens, which is its cheaper case. Without a drafter, draft passes cost nothing. All caches
     are empty afterwards. No generation may be running.
 
-    With a captured target the result is `padded`: all trees of an engine cost as much as its largest tree. Where trees
-    grow in the driver's graphs, these are timed as cycles run them: a draft pass with the policy's rule, a verification
-    with walk and commit, and as overhead what a cycle takes besides. Elsewhere the driver's graph verifies.
+    With a captured target the result is `padded`. Where trees grow in the driver's graphs, these are timed as cycles
+    run them: a draft pass with the policy's rule, a verification with walk and commit, by each number of rows that is
+    worth a graph, and as overhead what a cycle takes besides. Elsewhere the driver's graph verifies.
     """
     require("seconds", seconds, "above 0", seconds > 0)
     if driver is not None and (driver.policy is None) != (drafter is None):
@@ -201,10 +202,15 @@ def _rehearsed(cycles: "SyntheticCycles", driver: Driver, seconds: float) -> Pas
 
 
 def _points(driver: Driver, parts: dict[str, float]) -> tuple[Points, Points]:
-    """Return the costs of a root alone and of the one size of trees, and of the one size of draft passes."""
+    """Return the costs of a root alone and of trees by rows, where fewer take less, and of the one size of passes."""
     width = 1 if driver.policy is None else driver.policy.rows
-    plain = {1: parts["plain"], 2: parts["finish"]} if parts["plain"] else {}
-    return plain | {driver.budget: parts["finish"]}, {width: parts["level"] or parts["root"]}
+    verify = {driver.budget: parts["finish"]}
+    for name, seconds in parts.items():  # by falling numbers of rows
+        if name.startswith("finish ") and MIN_SAVING * seconds < min(verify.values()):
+            verify[int(name.split()[1])] = seconds
+    if parts["plain"]:
+        verify[1] = parts["plain"]
+    return verify, {width: parts["level"] or parts["root"]}
 
 
 def _parts(cycles: "SyntheticCycles", driver: Driver, until: float) -> dict[str, float]:
@@ -212,14 +218,14 @@ def _parts(cycles: "SyntheticCycles", driver: Driver, until: float) -> dict[str,
 
     A part that cycles do not have takes 0 seconds.
     """
-    by_part: dict[str, list[float]] = {
-        name: [] for name in ("plain", "first", "root", "level", "end", "finish")
-    }
+    by_part = defaultdict[str, list[float]](list)
     while True:
         for name, times in driver.rehearse(cycles.root, REHEARSED).items():
             by_part[name] += times
         if time.perf_counter() >= until or len(by_part["finish"]) >= MAX_CYCLES:
-            return {name: statistics.median(times or [0.0]) for name, times in by_part.items()}
+            return defaultdict(
+                float, {name: statistics.median(times) for name, times in by_part.items()}
+            )
 
 
 def contexts(target: Target) -> tuple[int, int]:

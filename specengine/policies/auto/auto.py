@@ -237,7 +237,10 @@ class Auto(TreePolicy):
             self._pace.observe(
                 len(cycle.tokens), took, self._costs.predicted.measured[1], passes > 0
             )
-            self._costs.observe_graphs(cycle.seconds, passes)
+            # nobody read how many nodes a tree had that the last pass ended
+            self._costs.observe_graphs(
+                cycle.seconds, passes, self.budget if passes == self.max_passes else len(cycle.tree)
+            )
 
     def _count(self, tokens: int) -> None:
         self._costs.context += tokens

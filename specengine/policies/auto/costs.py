@@ -145,9 +145,9 @@ class CostModel:
             draft.observe(self.predicted.passes, width, seconds.draft + seconds.policy, passes)
         return lost
 
-    def observe_graphs(self, seconds: "Seconds", passes: int) -> None:
-        """Correct the costs of graphs: any tree takes as long to verify as any other, and any pass as any other."""
-        verify, draft = self.predicted.verify[-1 if passes else 1], self.predicted.draft[-1]
+    def observe_graphs(self, seconds: "Seconds", passes: int, nodes: int) -> None:
+        """Correct the costs of graphs, all verifications alike, and all passes; nodes: those that had room."""
+        verify, draft = self.predicted.verify[nodes], self.predicted.draft[-1]
         self.corrections.verify.observe_all(verify, seconds.verify + seconds.walk, CORRECTION)
         expected = passes * draft + self.base.overhead if passes else 0.0
         self.corrections.draft.observe_all(
