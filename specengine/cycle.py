@@ -476,7 +476,7 @@ class Verdict(NamedTuple):
 def run_lanes(lanes: Sequence[Lane], pieces: Sequence[SharedRows] = ()) -> list[Any]:
     """Run one cycle of every lane, and pieces of prompts; return records or errors, as `run_eager` does.
 
-    Lanes whose drivers have graphs of all texts are run in these, before the others: a graph writes behind what each
+    Lanes whose drivers have graphs of all texts are run in these, before the others: a graph writes after what each
     cache holds, where a piece would have its rows.
     """
     whole = [lane for lane in lanes if lane.driver.joined is not None]

@@ -97,12 +97,12 @@ class Choice(NamedTuple):
 class DeviceSampler:
     """The settings of a sampler where graphs read them, and the choices of tokens by them.
 
-    choice  how tokens are chosen by the graphs that run
-    scale   float32 [1]: the divisor of the noise that drafts know
+    request  how the request's tokens are chosen; choice: how graphs choose that run, maybe for other texts alone
+    scale    float32 [1]: the divisor of the noise that drafts know
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.choice = Choice()
+        self.request = self.choice = Choice()
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         self.scale = torch.ones(1, device=device, dtype=torch.float32)
         self.temperature, self._one = torch.ones(2, device=device, dtype=torch.float32).split(1)
@@ -116,7 +116,8 @@ class DeviceSampler:
         draws = sampler.seed is not None and chooses
         couples = sampler.couples and drafter is not None
         row_filter = sampler.row_filter if draws else None
-        self.choice = Choice(draws, row_filter is not None and row_filter.truncates, couples)
+        truncates = row_filter is not None and row_filter.truncates
+        self.request = self.choice = Choice(draws, truncates, couples)
         if sampler.seed is not None:
             self.seed.fill_(signed(sampler.seed))
             self.temperature.fill_(sampler.temperature)
@@ -143,11 +144,12 @@ class CapturedDriver(EagerDriver):
 
     eager        runs them where a capture fails
     grows_there  whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes
-    parts        drivers of the texts that its graphs are of: itself
+    under_way    int32 [1], 0 where nothing is to be committed; None outside of a pool
     """
 
     captured = True
     eager: EagerDriver
+    under_way: Tensor | None = None
     prompt_rows = PADDED_ROWS
     target: HuggingFaceTarget
     policy: Any  # which is there wherever trees grow
@@ -173,14 +175,10 @@ class CapturedDriver(EagerDriver):
         # whether a tree is one graph
         self.branched = ends and 0 < self.passes <= DEEPEST and branches(device)
         self.notes: list[str] = []  # for the user, in the statistics of each answer
-        self.parts: Sequence[CapturedDriver] = (self,)
-        self.under_way: Tensor | None = None  # int32 [1], 0 where nothing is to be committed
         # rows of graphs that finish trees of fewer nodes than the largest one's, descending
         self.narrow: list[int] = []
         self._drafts = False  # whether the last tree had a draft pass
         self._given = TokenTree(self.budget, device)  # what is verified for a walk on the host
-        # nodes and tree, where they were run with those of other texts
-        self.selected: tuple[Nodes, TokenTree] | None = None
         self.sampler = DeviceSampler(device)
         size = NUMBERS + 2 * self.longest + 5 * self.budget
         self.record = torch.zeros(size, dtype=torch.int64, device=device)
@@ -188,6 +186,11 @@ class CapturedDriver(EagerDriver):
             torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
             for _ in range(2)
         ]
+
+    @property
+    def texts(self) -> "Sequence[CapturedDriver]":
+        """Return the drivers of the texts that its graphs are of."""
+        return (self,)
 
     @property
     def joins(self) -> bool:
@@ -260,13 +263,14 @@ class CapturedDriver(EagerDriver):
     ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
-    def run_finish(self, rows: int = 0) -> None:
+    def run_finish(self, rows: int = 0, selected: tuple[Nodes, TokenTree] | None = None) -> None:
         """Run the target over the tree, walk down, commit in both caches, write the record and set the next root.
 
-        rows: of the target's forward; 0: those of the largest tree.
+        rows: of the target's forward; 0: those of the largest tree; selected: as `select` gives them, where the target
+        has run them.
         """
         tree, longest = self.tree, self.longest
-        nodes, verified = self.selected or self.select(rows)
+        nodes, verified = selected or self.select(rows)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
         chosen = self.sampler.choose(logits, verified.depths, length)
@@ -285,7 +289,6 @@ class CapturedDriver(EagerDriver):
                 chosen = record[NUMBERS:end]
                 self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
         tree.restart()
-        self.selected = None
 
     def select(self, rows: int) -> tuple[Nodes, TokenTree]:
         """Return the nodes to verify, `rows` wide on a device, 0: as wide as the largest tree; and their tree."""
@@ -335,9 +338,9 @@ class CapturedDriver(EagerDriver):
 
     def _look(self) -> tuple[int, int, int]:
         """Return nodes to draft from next, and passes so far, the most of any text, and nodes to verify: one wait."""
-        kept = self._run(f"kept {self.budget}").live if self.narrow else self.frontier.live[:1]
-        numbers = [count for part in self.parts for count in (part.frontier.live, part.tree.passes)]
-        *counts, nodes = torch.cat([*numbers, kept]).tolist()
+        chosen = self._run(f"kept {self.budget}").live if self.narrow else self.frontier.live[:1]
+        numbers = [count for text in self.texts for count in (text.frontier.live, text.tree.passes)]
+        *counts, nodes = torch.cat([*numbers, chosen]).tolist()
         return max(counts[::2]), max(counts[1::2]), nodes
 
     def _run(self, name: str) -> Any:
@@ -367,9 +370,9 @@ class CapturedDriver(EagerDriver):
         if not names:
             return
         with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.undone())
-                part.tree.restart()  # the last tree may be full
+            for text in self.texts:
+                stack.enter_context(text.undone())
+                text.tree.restart()  # the last tree may be full
             for name in names:
                 self._run(name)
 
@@ -398,7 +401,7 @@ class CapturedDriver(EagerDriver):
                     grown.append(
                         [
                             int(self.tree.passes),
-                            *(part[:size].tolist() for part in self.tree.arrays[:3]),
+                            *(array[:size].tolist() for array in self.tree.arrays[:3]),
                         ]
                     )
         except CaptureError:
@@ -455,7 +458,7 @@ class CapturedDriver(EagerDriver):
         if self.policy is not None:
             nodes = self.policy.capacity + len(self.frontier.ids)
             text = room(slots + nodes, limit + nodes) - nodes - self.unread
-            # what idles in a pool writes behind the tokens that wait
+            # what idles in a pool writes after the tokens that wait
             reserve(self.drafter, text, self.policy.capacity, self.unread + 1)
 
     def _require_same(self) -> None:
@@ -485,15 +488,14 @@ class CapturedDriver(EagerDriver):
             memory.settle(self.target.cache.filled, self.budget)
         coupled = self.drafter if self.grows_there else None
         self.sampler.take(sampler, coupled, chooses=self.serves(sampler))
-        self.choice = self.sampler.choice
         # in a pool before the next step, as pieces of prompts are not committed yet
         if self.joined is None:
-            self.make_ready(self.choice, whole=self.serves(sampler))
+            self.make_ready(self.sampler.request, whole=self.serves(sampler))
 
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
         """Capture what cycles with such choices need; whole: which choose in graphs."""
-        for part in self.parts:
-            part.sampler.choice = choice
+        for text in self.texts:
+            text.sampler.choice = choice
         self.sampler.choice = choice
         self._require_same()
         if self.branched and self._missing(["tree"]):
@@ -521,7 +523,7 @@ class CapturedDriver(EagerDriver):
         Trees grow in graphs, if there are any, and no answer is under way.
         """
         self.prepare(Sampler())
-        self.make_ready(self.choice)  # also in a pool
+        self.make_ready(self.sampler.request)  # also in a pool
         # passes of one graph have no times of their own
         branched, self.branched = self.branched, False
         self._capture(*self._missing(self._growth()))
@@ -666,26 +668,26 @@ class CapturedDriver(EagerDriver):
 
     @torch.inference_mode()
     def run(self, lanes: Sequence[Lane]) -> list[Any]:
-        """Run one cycle of each lane, whose drivers are `parts`, and read its record; return these, or errors."""
-        texts = [(lane, cast(CapturedDriver, lane.driver)) for lane in lanes]
-        for lane, driver in texts:
+        """Run one cycle of each lane, whose drivers are `texts`, and read its record; return these, or errors."""
+        pairs = [(lane, cast(CapturedDriver, lane.driver)) for lane in lanes]
+        for lane, driver in pairs:
             driver.follow(lane)
-        self.make_ready(texts[0][1].choice)
-        plans = [REST if driver.policy is None else driver.policy.plan() for _, driver in texts]
-        for (lane, driver), plan in zip(texts, plans, strict=True):
+        self.make_ready(pairs[0][1].sampler.request)
+        plans = [REST if driver.policy is None else driver.policy.plan() for _, driver in pairs]
+        for (lane, driver), plan in zip(pairs, plans, strict=True):
             driver.plant(lane.root, drafts=not plan.rests)
         sent = self._start(0)
         sent.marks[-1].wait()
-        records = dict(zip(self.parts, sent.record.view(len(self.parts), -1), strict=True))
+        records = dict(zip(self.texts, sent.record.view(len(self.texts), -1), strict=True))
         return [
             driver.result(lane, records[driver], sent, plan)
-            for (lane, driver), plan in zip(texts, plans, strict=True)
+            for (lane, driver), plan in zip(pairs, plans, strict=True)
         ]
 
     def give_up(self, lane: Lane, error: CaptureError) -> None:
         """Have a lane's cycles run without graphs from here on."""
         if not isinstance(error, GraphMemoryError):  # else the next answer may find some
-            self.joined = None
+            lane.driver.joined = None
         lane.driver = self.eager
         lane.stats.notes.append(f"{error}; cycles ran without graphs")
         if isinstance(self.drafter, RowDraft):
@@ -755,38 +757,41 @@ class CapturedDriver(EagerDriver):
 class JoinedDriver(CapturedDriver):
     """Runs the cycles of a pool's texts as graphs of all of them, whose rows are one forward.
 
-    parts: of each text what is its own. One that is not under way goes along to no effect: its frontier is empty, and
-    nothing of it is committed.
+    texts: drivers with what is each text's own. One that is not under way goes along to no effect: its frontier is
+    empty, and nothing of it is committed.
     """
 
-    def __init__(self, parts: Sequence[CapturedDriver]) -> None:
-        first, count = parts[0], len(parts)
+    texts: Sequence[CapturedDriver] = ()
+
+    def __init__(self, texts: Sequence[CapturedDriver]) -> None:
+        first, count = texts[0], len(texts)
         super().__init__(first.target, first.drafter, first.policy)
-        self.parts, self.branched = parts, False
+        self.texts, self.branched = texts, False
         self._rows = cast(ModuleLane, first.target).joined
         # by text: whether it is under way, whether it may have a tree, and how many nodes there are to draft from
         self._flags = torch.zeros(3, count, dtype=torch.int32, device=self.tree.device)
         self.record = self.record.repeat(count)
         self._records = [record.repeat(count) for record in self._records]
-        for number, part in enumerate(parts):
-            part.joined = self
-            part.under_way = self._flags[0, number : number + 1]
-            part.frontier = part.frontier._replace(live=self._flags[2, number : number + 1])
+        for number, text in enumerate(texts):
+            text.joined = self
+            text.under_way = self._flags[0, number : number + 1]
+            text.frontier = text.frontier._replace(live=self._flags[2, number : number + 1])
 
     def run(self, lanes: Sequence[Lane]) -> list[Any]:
         """Run one cycle of each lane: in graphs of its own where it is alone, else by how they choose tokens."""
         if len(lanes) == 1:
             return cast(CapturedDriver, lanes[0].driver).run(lanes)
         results = dict[int, Any]()
-        for choice in {cast(Any, lane.driver).choice for lane in lanes}:
+        ways = [cast(CapturedDriver, lane.driver).sampler.request for lane in lanes]
+        for choice in {*ways}:
             self._flags.zero_()
-            group = [lane for lane in lanes if cast(Any, lane.driver).choice == choice]
+            group = [lane for lane, way in zip(lanes, ways, strict=True) if way == choice]
             results.update(zip(map(id, group), super().run(group), strict=True))
         return [results[id(lane)] for lane in lanes]
 
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
-        for part in self.parts:
-            part.reserve(len(part.target.tokens))
+        for text in self.texts:
+            text.reserve(len(text.target.tokens))
         self._rows.locate()
         super().make_ready(choice, whole=whole)
 
@@ -795,38 +800,39 @@ class JoinedDriver(CapturedDriver):
         return super()._start(number)
 
     def reads(self) -> tuple[Tensor, ...]:
-        return self._rows.tables, *chain.from_iterable(part.reads() for part in self.parts)
+        return self._rows.tables, *chain.from_iterable(text.reads() for text in self.texts)
 
     def run_first(self) -> None:
-        for part in self.parts:
-            part.run_first()
+        for text in self.texts:
+            text.run_first()
         self._flags[2].mul_(self._flags[1])
 
     def run_root(self) -> None:
-        drafts = [cast(RowDraft, part.drafter) for part in self.parts]
+        drafts = [cast(RowDraft, text.drafter) for text in self.texts]
         idle = []  # tokens of texts without a pass, which go on waiting
-        for part, draft in zip(self.parts, drafts, strict=True):
-            idle.append(draft.taken.masked_fill(part.frontier.live > 0, 0))
+        for text, draft in zip(self.texts, drafts, strict=True):
+            idle.append(draft.taken.masked_fill(text.frontier.live > 0, 0))
             draft.taken.sub_(idle[-1])
-        run_pass([draft.ask(self.parts[n].tree, None) for n, draft in enumerate(drafts)])
-        for part, draft, waiting in zip(self.parts, drafts, idle, strict=True):
-            part.run_root()
+        run_pass([draft.ask(self.texts[n].tree, None) for n, draft in enumerate(drafts)])
+        for text, draft, waiting in zip(self.texts, drafts, idle, strict=True):
+            text.run_root()
             draft.taken.add_(waiting)
 
     def run_level(self) -> None:
-        run_pass([cast(Any, part.drafter).ask(part.tree, part.frontier) for part in self.parts])
-        for part in self.parts:
-            part.run_level()
+        run_pass([cast(Any, text.drafter).ask(text.tree, text.frontier) for text in self.texts])
+        for text in self.texts:
+            text.run_level()
 
-    def run_finish(self, rows: int = 0) -> None:
-        batch = []
-        for part in self.parts:
-            part.selected = part.select(rows)
-            batch.append(cast(Any, part.target).ask(part.selected[1], greedy=False))
+    def run_finish(self, rows: int = 0, *_: Any) -> None:
+        trees = [text.select(rows) for text in self.texts]
+        batch = [
+            cast(ModuleLane, text.target).ask(tree, greedy=False)
+            for text, (_, tree) in zip(self.texts, trees, strict=True)
+        ]
         self._rows.forward(batch, one_row=1 in (rows, self.budget))
-        for part in self.parts:
-            part.run_finish(rows)
-        torch.cat([part.record for part in self.parts], out=self.record)
+        for text, selected in zip(self.texts, trees, strict=True):
+            text.run_finish(rows, selected)
+        torch.cat([text.record for text in self.texts], out=self.record)
 
     run_plain = partialmethod(run_finish, 1)
 

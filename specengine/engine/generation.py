@@ -250,7 +250,7 @@ def run_cycles(
         with running():
             lane, captured = yield from begin(engine, Drivers(eager, captured), request)
             whole = whole and captured is not None
-            # a pool's cycles are run by whoever steps all texts
+            # a pool's cycles are run where all texts are stepped
             steps = captured is not None and whole is (pool is not None)
             lane.driver = cast(CapturedDriver, captured) if steps else eager
             if whole:

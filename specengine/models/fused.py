@@ -393,8 +393,8 @@ def rated(states: Tensor, batch: Sequence[Any]) -> Tensor:
         return states
     parts = states.split([len(each.rows) for each in batch])
     picked = [
-        part if each.one is None else part.index_select(0, each.one)
-        for part, each in zip(parts, batch, strict=True)
+        rows if each.one is None else rows.index_select(0, each.one)
+        for rows, each in zip(parts, batch, strict=True)
     ]
     return joined(picked)
 

@@ -118,7 +118,7 @@ def test_a_text_that_is_not_under_way_stays_as_it_is() -> None:
                 tensor[: size or 1].cpu().clone() for tensor, size in zip(held, sizes, strict=True)
             ]
 
-        joined.make_ready(parts[0].choice)
+        joined.make_ready(parts[0].sampler.request)
         for masked in (True, False):
             before = state(parts[1])
             joined._flags.zero_() if masked else joined._flags.fill_(1)
