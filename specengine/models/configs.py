@@ -281,7 +281,6 @@ def context_limit(config: Any) -> int:
 def fixed_context(config: Any) -> str:
     """Return why no text can be longer than `context_limit`; empty where only the model's training says so."""
     rope = getattr(config, "rope_parameters", None) or {}
-
     reasons = {
         "its cache forgets what is behind its sliding window": config.model_type in UNMASKED,
         "positions of other kinds begin there (dynamic or LongRoPE)": any(
