@@ -108,11 +108,12 @@ def tree_attention_forward(
     `last_row_attention` for single rows that see everything."""
     if isinstance(tree, Joined):
         kwargs |= {"attention_mask": attention_mask, "dropout": dropout, "scaling": scaling}
-        texts = zip(query.split(tree.counts, 2), tree.stored, tree.trees, strict=True)
         return torch.cat(
             [
                 tree_attention_forward(module, rows, keys, values, tree=own_tree, **kwargs)[0]
-                for rows, (keys, values), own_tree in texts
+                for rows, (keys, values), own_tree in zip(
+                    query.split(tree.counts, 2), tree.stored, tree.trees, strict=True
+                )
             ],
             1,
         ), None
@@ -145,8 +146,7 @@ def tree_attention_forward(
     if attended is not None:
         return attended, None
     # not on a device, where torch may plan it anew for each length of a prompt
-    whole = tree.before == 0 and window is None and query.device.type == "cpu"
-    if whole and query.shape[2] > 1:
+    if tree.before == 0 and window is None and query.device.type == "cpu" and query.shape[2] > 1:
         return sdpa_attention_forward(
             module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs
         )[0], None
@@ -265,9 +265,11 @@ def dense(rows: Rows, window: int | None = None) -> Tensor:
     mask = rows.mask()
     if mask is None:
         mask = torch.ones(1, rows.end, dtype=torch.bool, device=rows.tokens.device)
-    if window is None:
-        return mask
-    return mask & (cast(Tensor, rows.places)[: rows.end] > rows.positions[:, None] - window)
+    return (
+        mask
+        if window is None
+        else mask & (cast(Tensor, rows.places)[: rows.end] > rows.positions[:, None] - window)
+    )
 
 
 def attend_near(

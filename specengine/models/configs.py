@@ -55,12 +55,14 @@ def auto_class(config: PretrainedConfig) -> Any:
 
     UnsupportedModelError where it is neither.
     """
-    auto_map = getattr(config, "auto_map", None) or {}
     family = families.known().get(config.model_type)
     if family is not None and family.causal_lm is not None:
         AutoModelForCausalLM.register(type(config), family.causal_lm(), exist_ok=True)
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if kind.__name__ in auto_map or type(config) in kind._model_mapping:  # noqa: SLF001
+        if (
+            kind.__name__ in (getattr(config, "auto_map", None) or ())
+            or type(config) in kind._model_mapping  # noqa: SLF001
+        ):
             return kind
     raise UnsupportedModelError(
         f"model {config._name_or_path!r}: model type {config.model_type} is no language model of transformers that "
@@ -151,11 +153,11 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
             config, "cpu", **({"layer_type": key} if key else {})
         )
         return frequencies.to(torch.float32), float(scale)
-    turned_share = (
-        parameters.get("partial_rotary_factor", 1.0) if family_of(config).attention.partial else 1.0
-    )
     family = family_of(config)
-    size = int(family.attention_of(config).turnable(family.shape(config).head_dim) * turned_share)
+    size = int(
+        family.attention_of(config).turnable(family.shape(config).head_dim)
+        * (parameters.get("partial_rotary_factor", 1.0) if family.attention.partial else 1.0)
+    )
     return 1.0 / parameters["rope_theta"] ** (
         torch.arange(0, size, 2, dtype=torch.int64, device="cpu").to(torch.float32) / size
     ), 1.0
@@ -164,10 +166,11 @@ def rope_of(config: PretrainedConfig, key: str = "") -> tuple[Tensor, float]:
 def window_of(config: Any) -> int | None:
     """Return how many tokens a token sees in the sliding layers, including itself; None without any."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    slides = kinds is None or SLIDING in kinds
     return (
         int(window)
-        if window and slides and getattr(config, "model_type", "") not in UNMASKED
+        if window
+        and (kinds is None or SLIDING in kinds)
+        and getattr(config, "model_type", "") not in UNMASKED
         else None
     )
 
@@ -212,8 +215,15 @@ def refuse_config(config: PretrainedConfig) -> None:
         for name, value in family.neutral.items()
         if getattr(config, name, None) not in (None, value)
     ]
-    blocks = [block for layer in family.layers_of(config) for block in layer.firsts]
-    refused = next((block.refused for block in blocks if block.refused), "")
+    refused = next(
+        (
+            block.refused
+            for layer in family.layers_of(config)
+            for block in layer.firsts
+            if block.refused
+        ),
+        "",
+    )
     reasons: dict[str, Any] = {
         "quantized weights": getattr(config, "quantization_config", None) is not None,
         "code of its own (auto_map)": getattr(config, "auto_map", None) is not None,
@@ -271,19 +281,17 @@ def context_limit(config: Any) -> int:
 def fixed_context(config: Any) -> str:
     """Return why no text can be longer than `context_limit`; empty where only the model's training says so."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {
-        parameters.get("rope_type")
-        for parameters in (rope, *rope.values())
-        if isinstance(parameters, dict)
-    }
-    table = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     reasons = {
         "its cache forgets what is behind its sliding window": config.model_type in UNMASKED,
-        "positions of other kinds begin there (dynamic or LongRoPE)": not kinds.isdisjoint(
-            ("dynamic", "longrope")
+        "positions of other kinds begin there (dynamic or LongRoPE)": any(
+            parameters.get("rope_type") in ("dynamic", "longrope")
+            for parameters in (rope, *rope.values())
+            if isinstance(parameters, dict)
         ),
         "its table of positions has no more entries": not rope
-        and table
+        and (
+            getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        )
         and not getattr(config, "alibi", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -311,14 +319,15 @@ def of_few_layers(
     sizes: dict[str, Any] = {
         family.fields.layers: len(numbers),
         family.fields.vocabulary: vocabulary,
+        **lists,
+        **family.alone(config, numbers[-1]),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
-    sizes |= lists | family.alone(config, numbers[-1])
-    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if (by_layer := fields.get("per_layer_config")) is not None:
         sizes["per_layer_config"] = {
             i: by_layer.get(str(number), {}) for i, number in enumerate(numbers)
         }
-    reduced = type(config).from_dict(fields | sizes | ids)
+    reduced = type(config).from_dict(fields | sizes)
     for name, kinds in lists.items():  # of which some classes make others
         setattr(reduced, name, kinds)
     return reduced
@@ -370,25 +379,31 @@ def layer_template(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     for kind in dict.fromkeys(kinds):
         needed = layers_for(config, kinds.index(kind))
         small = of_few_layers(config, getattr(config, family.fields.vocabulary), needed)
-        numbers = [number for number, other in enumerate(kinds) if other == kind]
         last = f"{layers}.{len(needed) - 1}."
         for name, weight in stored_tensors(empty_model(small, torch.float32)):
             if name.startswith(last):
-                every = [f"{layers}.{number}.{name.removeprefix(last)}" for number in numbers]
-                shapes |= dict.fromkeys(every, tuple(weight.shape))
+                shapes |= {
+                    f"{layers}.{number}.{name.removeprefix(last)}": tuple(weight.shape)
+                    for number, other in enumerate(kinds)
+                    if other == kind
+                }
             elif not (
                 name.startswith(f"{layers}.")
                 or (tied and name == f"{family.head.transformers}.weight")
             ):
-                shape = list(weight.shape)
-                if name in axes:
-                    shape[axes[name]] = shape[axes[name]] // len(needed) * len(kinds)
-                shapes[name] = tuple(shape)
+                shapes[name] = tuple(
+                    size // len(needed) * len(kinds) if axis == axes.get(name) else size
+                    for axis, size in enumerate(weight.shape)
+                )
     return shapes
 
 
 def kinds_of_layers(config: PretrainedConfig) -> list[Any]:
     """Return values for layers that are equal where these have the same blocks, sizes and places."""
     family = family_of(config)
-    shapes = [family.shape_at(config, number) for number in range(family.shape(config).layers)]
-    return list(zip(family.layers_of(config), family.places(config), shapes, strict=True))
+    return [
+        (layer, place, family.shape_at(config, number))
+        for number, (layer, place) in enumerate(
+            zip(family.layers_of(config), family.places(config), strict=True)
+        )
+    ]

@@ -105,8 +105,9 @@ class MarkovHead(nn.Module):
         """
         latent = self.markov_w1(tokens)
         if self.recurrent:
-            joint = self.joint_proj(torch.cat([memory, latent, states], -1))
-            gate, candidate, out = joint.chunk(3, -1)
+            gate, candidate, out = self.joint_proj(torch.cat([memory, latent, states], -1)).chunk(
+                3, -1
+            )
             return out.tanh(), torch.lerp(candidate.tanh(), memory, gate.sigmoid())
         if self.gated:
             latent = latent * self.gate_proj(torch.cat([states, latent], -1)).sigmoid()
@@ -142,8 +143,10 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: DflashConfig) -> None:
         super().__init__()
         self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
-        table = self.hidden_projection.weight.new_empty(2, config.vocab_size, config.rank)
-        self.predecessor_codebook, self.successor_codebook = map(nn.Parameter, table)
+        self.predecessor_codebook, self.successor_codebook = map(
+            nn.Parameter,
+            self.hidden_projection.weight.new_empty(2, config.vocab_size, config.rank),
+        )
 
     def latents(self, tokens: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as a MarkovHead."""
@@ -172,8 +175,7 @@ class BlockConvolution(nn.Module):
     def forward(self, rows: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
         """Return rows, [..., rows, hidden size], of `inner` between both convolutions."""
         added = self.kernel_projection(rows).unflatten(-1, (*self.base_kernel.shape[:2], -1))
-        kernels = self.base_kernel + added.repeat_interleave(self.group_size, -1)
-        before, after = kernels.unbind(-3)
+        before, after = (self.base_kernel + added.repeat_interleave(self.group_size, -1)).unbind(-3)
         return _convolved(inner(_convolved(rows, before)), after)
 
 
@@ -196,8 +198,9 @@ class ConvolvedLayer(DecoderLayer):
     def forward(
         self, inputs: Tensor, residual: Tensor, rotation: Rotation | None, attend: Attend
     ) -> Tensor:
-        attention = partial(self.self_attn, rotation=rotation, attend=attend)
-        out = residual + self.attention_conv(inputs, attention)
+        out = residual + self.attention_conv(
+            inputs, partial(self.self_attn, rotation=rotation, attend=attend)
+        )
         return cast(Tensor, out + self.mlp_conv(self.post_attention_layernorm(out), self.mlp))
 
 
@@ -212,8 +215,9 @@ class NormedAttention(HeadAttention):
 
     def keys_and_values(self, inputs: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         keys = self._heads(self.k_proj(inputs))
-        values = keys if self.v_proj is None else self._heads(self.v_proj(inputs))
-        return rotate(self.k_norm(keys), rotation), self.v_norm(values)
+        return rotate(self.k_norm(keys), rotation), self.v_norm(
+            keys if self.v_proj is None else self._heads(self.v_proj(inputs))
+        )
 
 
 class Gemma4Layer(DecoderLayer):
@@ -325,13 +329,17 @@ class DflashHead(TorchHead):
 
     @property
     def _corrects(self) -> Any:
-        names = "logit_head", "candidate_selector", "markov_head"
-        return next(getattr(self.module, name) for name in names if hasattr(self.module, name))
+        return next(
+            getattr(self.module, name)
+            for name in ("logit_head", "candidate_selector", "markov_head")
+            if hasattr(self.module, name)
+        )
 
     def _run_block(self, embeddings: Tensor, first: int) -> Tensor:
         """Return the states of a block, [rows, hidden size]; first: its first slot, and position."""
-        end, device = first + len(embeddings), embeddings.device
-        positions = torch.arange(first, end, device=device, dtype=torch.int64)
+        positions = torch.arange(
+            first, first + len(embeddings), device=embeddings.device, dtype=torch.int64
+        )
         attends = [partial(self._attend, layer, first) for layer in range(self.config.num_layers)]
         return cast(Tensor, self._runs(embeddings.to(self.dtype), positions, attends))
 
@@ -344,5 +352,10 @@ class DflashHead(TorchHead):
         slots = torch.arange(end, device=key.device, dtype=torch.int64)
         rows = slots[first:, None]
         mask = (slots > rows - (window or end)) & (slots <= (rows if causal else end))
-        scale = 1.0 if self.config.gemma4 else query.shape[-1] ** -0.5
-        return ops.tree_attention(query, keys, values, mask if window or causal else None, scale)
+        return ops.tree_attention(
+            query,
+            keys,
+            values,
+            mask if window or causal else None,
+            1.0 if self.config.gemma4 else query.shape[-1] ** -0.5,
+        )

@@ -95,13 +95,14 @@ def numerics_of(numerics: str, dtype: torch.dtype, *, whole: bool) -> str:
     floats = str(dtype).removeprefix("torch.")
     if numerics == "auto":
         # AMX's tiles give bfloat16 16 rows for one; portable C++ on x86 emulates fused multiply-adds
-        is_faster = (
-            whole
-            and bool(instruction_sets("integer"))
+        return (
+            "integer"
+            if whole
+            and instruction_sets("integer")
             and instruction_set("bfloat16") != "amx"
             and instruction_set("integer") != "portable"
+            else floats
         )
-        return "integer" if is_faster else floats
     require(
         "numerics",
         f"integer for weights in {floats}",
@@ -130,10 +131,12 @@ def kinds_of(numerics: str, *, quantize: bool = False) -> dict[str, str]:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether this is memory of the CPU, with nothing to be known of it but dtype, shape and strides."""
-    exact = type(tensor) in (Tensor, nn.Parameter) and not (
-        tensor.is_quantized or tensor.is_neg() or tensor.is_conj()
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
     )
-    return exact and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 # threads of a forward inside `one_torch_thread`

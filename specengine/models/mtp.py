@@ -131,10 +131,8 @@ def of_head(config: PretrainedConfig) -> PretrainedConfig:
         fields["mlp_layer_types"] = list(
             getattr(config, "mtp_mlp_layer_types", None) or ["sparse"]
         )[:1]
-    if hasattr(config, "first_k_dense_replace"):
-        fields["first_k_dense_replace"] = 0
-    if hasattr(config, "mlp_only_layers"):
-        fields["mlp_only_layers"] = []
+    sparse = {"first_k_dense_replace": 0, "mlp_only_layers": []}
+    fields |= {name: value for name, value in sparse.items() if hasattr(config, name)}
     return type(config).from_dict(config.to_dict() | fields)
 
 
@@ -188,11 +186,11 @@ class MtpHead(DraftHead):
     def _run(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, tree: Rows | Prompt
     ) -> Tensor:
-        arguments: dict[str, Any] = {"attention_mask": self._dummy, "tree": tree}
-        if self._dense_mask:
-            arguments = {
-                "attention_mask": additive(seen_by(tree, len(tokens), tokens.device), self.dtype)
-            }
+        arguments: dict[str, Any] = (
+            {"attention_mask": additive(seen_by(tree, len(tokens), tokens.device), self.dtype)}
+            if self._dense_mask
+            else {"attention_mask": self._dummy, "tree": tree}
+        )
         view = slab_view(self.cache, tree, len(tokens), dense=self._dense_mask)
         return self._through(hidden, tokens, positions, view, arguments)
 
@@ -357,10 +355,10 @@ class AssistantHead(DraftHead):
     def _inputs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return what the layers read of states and tokens, [rows, hidden size]."""
         embeddings = self._target.embed(tokens).to(self.dtype) * self._scale
-        inputs: Tensor = self._net.pre_projection(
-            torch.cat((embeddings, hidden.to(self.dtype)), dim=-1)
+        return cast(
+            Tensor,
+            self._net.pre_projection(torch.cat((embeddings, hidden.to(self.dtype)), dim=-1)),
         )
-        return inputs
 
     def _find_slabs(self) -> dict[str, tuple[int, int]]:
         """Return the slab that each type of its layers reads, and the layer in it; types in alphabetical order."""

@@ -128,10 +128,14 @@ class OwnCacheLM(CausalLM):
         ):
             self.extend(self.new_cache(1), [token % self.vocab_size for token in (1, 2)])
         self.mixes = mixing(self._twin.modules)
-        unsure = next(
-            (reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)), None
+        self.fault = (
+            self.mixes
+            or next(
+                (reason for field, reason in _UNSURE.items() if getattr(self.config, field, None)),
+                None,
+            )
+            or self._paths_fault()
         )
-        self.fault = self.mixes or unsure or self._paths_fault()
 
     def new_cache(self, capacity: int) -> Any:
         return OwnCache()
@@ -151,9 +155,11 @@ class OwnCacheLM(CausalLM):
         with counted(self):
             ran = [self._run(cache, piece, features, every=logits == "all") for piece in pieces]
         states = [states for _, states in ran if states is not None]
-        all_states = torch.cat(states) if states else None
         rated = [rows for rows, _ in (ran if logits == "all" else ran[-1:])]
-        return None if logits == "none" else torch.cat(rated), all_states
+        return (
+            None if logits == "none" else torch.cat(rated),
+            torch.cat(states) if states else None,
+        )
 
     def _run(
         self, cache: OwnCache, tokens: list[int], features: tuple[int, ...] = (), *, every: bool
@@ -162,11 +168,13 @@ class OwnCacheLM(CausalLM):
         token_rows = torch.tensor([[*cache.tokens, *tokens]], dtype=torch.int64, device=self.device)
         if not cache.length:
             # as `generate` makes it: the model may make its own
-            modules, name = self._twin.modules, "past_key_values"
-            if "mamba" in type(modules).__name__.lower():
-                name = "cache_params"
-            usual = modules._supports_default_dynamic_cache()  # noqa: SLF001
-            cache.held = {name: DynamicCache(config=self.config)} if usual else {}
+            modules = self._twin.modules
+            mamba = "mamba" in type(modules).__name__.lower()
+            cache.held = (
+                {"cache_params" if mamba else "past_key_values": DynamicCache(config=self.config)}
+                if modules._supports_default_dynamic_cache()  # noqa: SLF001
+                else {}
+            )
         out = self._forward(
             token_rows, len(tokens), cache.held, features, first=not cache.length, every=every
         )
@@ -188,8 +196,9 @@ class OwnCacheLM(CausalLM):
         mask = {"attention_mask": torch.ones_like(token_rows)}
         twin = self._twin
         if "position_ids" in twin.accepts:
-            place = twin.modules._prepare_position_ids_for_generation  # noqa: SLF001
-            arguments["position_ids"] = place(token_rows, {**arguments, **mask})
+            arguments["position_ids"] = twin.modules._prepare_position_ids_for_generation(  # noqa: SLF001
+                token_rows, arguments | mask
+            )
         if "attention_mask" in twin.accepts:
             arguments |= mask
         if twin.keeps_rows and not every:
@@ -205,15 +214,13 @@ class OwnCacheLM(CausalLM):
         if features:
             prepared["output_hidden_states"] = True
         out = twin.runs(**prepared, return_dict=True)
-        caches = {
-            argument: out[name] for name, argument in CACHES.items() if out.get(name) is not None
-        }
-        states = (
+        return Ran(
+            out.logits[:, -count if every else -1 :],
             torch.cat([out.hidden_states[i][:, -count:] for i in features], dim=-1)
             if features
-            else None
+            else None,
+            {argument: out[name] for name, argument in CACHES.items() if out.get(name) is not None},
         )
-        return Ran(out.logits[:, -count if every else -1 :], states, caches)
 
     def verify(
         self, cache: OwnCache, tree: TokenTree, features: tuple[int, ...] = ()
@@ -238,8 +245,9 @@ class OwnCacheLM(CausalLM):
     def keep(self, cache: OwnCache, paths: "TreePaths", path: list[int], tokens: list[int]) -> None:
         """Take in the accepted path of the tree verified last."""
         row = next(n for n, nodes in enumerate(paths.nodes) if nodes[: len(path)] == path)
-        padded = [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))]
-        accepted = OwnCache(padded, paths.held)
+        accepted = OwnCache(
+            [*cache.tokens, *tokens, *[0] * (paths.longest - len(path))], paths.held
+        )
         if len(path) < paths.longest and not accepted.croppable:
             self.extend(cache, tokens, logits="none")
             return
@@ -259,10 +267,10 @@ class OwnCacheLM(CausalLM):
             cache, plain = self.new_cache(1), self.new_cache(1)
             for each in (cache, plain):
                 self.extend(each, ids[:4])
-            modules = {DynamicCache.__module__}  # a model's file may have layers of another kind
             if not cache.held or not all(
                 type(each) is DynamicCache
-                and {type(layer).__module__ for layer in each.layers} <= modules
+                # a model's file may have layers of another kind
+                and {type(layer).__module__ for layer in each.layers} <= {DynamicCache.__module__}
                 for each in cache.held.values()
             ):
                 return "it has no cache of a kind that is known to be copied whole"
@@ -410,8 +418,11 @@ def target_of(
     reason: str,
 ) -> HuggingFaceTarget:
     """Return the target for a loaded model: one that runs trees, or one on the model's own cache (no graphs)."""
-    long = switches(model.config.get_text_config(decoder=True)) and not captured
-    kind = LongRopeTarget if long else HuggingFaceTarget
+    kind = (
+        LongRopeTarget
+        if switches(model.config.get_text_config(decoder=True)) and not captured
+        else HuggingFaceTarget
+    )
     try:
         return kind(model, pack=pack, strict=strict, captured=captured, merge=merge, reason=reason)
     except NoTreesError as error:

@@ -186,8 +186,11 @@ def _gated_delta(module: Any, states: RecurrentStates, layer: int, rows: Tensor)
     value = mixed[2].view(count, -1, sizes.value_size).float()
     rates = -module.A_log.float().exp() * softplus(a.float() + module.dt_bias)
     heads = query * sizes.key_size**-0.5, key, value
-    outs = states.recur(layer, heads, (rates.exp(), b.sigmoid().float()), delta=True)
-    outs = outs.to(rows.dtype).flatten(0, 1)
+    outs = (
+        states.recur(layer, heads, (rates.exp(), b.sigmoid().float()), delta=True)
+        .to(rows.dtype)
+        .flatten(0, 1)
+    )
     return cast(
         Tensor, module.out_proj(module.norm(outs, gate.reshape(outs.shape)).view(count, -1))
     )
@@ -197,8 +200,11 @@ def _mamba2(module: Any, states: RecurrentStates, layer: int, rows: Tensor) -> T
     """Run Mamba-2 as Bamba, Granite, Nemotron-H and Falcon-H1 have it; the last multiplies what is projected."""
     sizes, count, inner = states.sizes, len(rows), module.intermediate_size
     projected = module.in_proj(rows * getattr(module, "ssm_in_multiplier", 1.0))
-    projected = (projected * getattr(module, "mup_vector", 1.0)).view(count, -1)
-    gate, inputs, rates = projected.split([inner, sizes.channels, sizes.heads], -1)
+    gate, inputs, rates = (
+        (projected * getattr(module, "mup_vector", 1.0))
+        .view(count, -1)
+        .split([inner, sizes.channels, sizes.heads], -1)
+    )
     shared = sizes.key_heads * sizes.key_size
     mixed = states.convolve(layer, module.conv1d, inputs, silu=True).split(
         [inner, shared, shared], -1
@@ -254,8 +260,7 @@ def sizes_of(model: nn.Module) -> MixerSizes | None:
     layers = tuple(module.layer_idx for module in mixers)
     for module in mixers:
         taken = module.conv1d if hasattr(module, "conv1d") else module.conv
-        fields = HEADS.get(FORWARDS[type(module).__name__], ())
-        heads = (getattr(module, name) for name in fields)
+        heads = (getattr(module, name) for name in HEADS.get(FORWARDS[type(module).__name__], ()))
         sizes.add(MixerSizes(layers, taken.in_channels, taken.kernel_size[0], *heads))
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -271,5 +276,6 @@ def _forward(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
     if (states := getattr(cache, "recurrent", None)) is None:
         return cast(Tensor, type(module).forward(module, hidden_states, **kwargs))
-    layer = states.sizes.layers.index(module.layer_idx)
-    return FORWARDS[type(module).__name__](module, states, layer, hidden_states[0])[None]
+    return FORWARDS[type(module).__name__](
+        module, states, states.sizes.layers.index(module.layer_idx), hidden_states[0]
+    )[None]

@@ -32,8 +32,9 @@ def errors_named(what: str) -> Iterator[None]:
     except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
         raise
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {text:.300})") from error
+        raise UnsupportedModelError(
+            f"{what} ({type(error).__name__}: {' '.join(str(error).split()):.300})"
+        ) from error
 
 
 # Types of layers whose state cannot be taken back, in words.
@@ -73,12 +74,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     kinds = set(types or ()) - _ATTENTION
-    stateful = bool(kinds) or (types is None and getattr(model, "_is_stateful", False))
     what = ", ".join(sorted({_STATES.get(kind, kind) for kind in kinds})) or "recurrent state"
     require_or(
         NoTreesError,
         f"{model_name(model)}: cannot roll back rejected draft tokens ({what}); only a key-value cache can be cropped",
-        not stateful or (kinds <= set(_STATES) and sizes_of(model) is not None),
+        not (kinds or (types is None and getattr(model, "_is_stateful", False)))
+        or (kinds <= set(_STATES) and sizes_of(model) is not None),
     )
     require_or(
         NoTreesError,
@@ -133,10 +134,13 @@ def refuse_looking_ahead(model: PreTrainedModel) -> None:
         rounding = 1e-4 if model.dtype == torch.float32 else 0.05
         ahead = bool(changed[:-1].max() > rounding * changed[-1]) and not mixing(model)
     encoder = getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
-    hint = "; its config says is_decoder=False: set it where the model was trained to go on"
     require_supported(
         f"{model_name(model)}: a token changes the logits of those before it, so it is not a causal LM"
-        f"{hint if encoder else ''}",
+        + (
+            "; its config says is_decoder=False: set it where the model was trained to go on"
+            if encoder
+            else ""
+        ),
         not ahead,
     )
 
@@ -169,9 +173,13 @@ def mixing(model: nn.Module) -> str:
     Products of one shape give a row the same bits, whatever the other rows hold. torch's own layers are not tried.
     """
     for layer in model.modules():
-        plain = type(layer) is nn.Linear and not is_changed(layer)
         size, parameter = getattr(layer, "in_features", None), next(layer.parameters(), None)
-        if plain or size is None or parameter is None or not hasattr(layer, "out_features"):
+        if (
+            (type(layer) is nn.Linear and not is_changed(layer))
+            or size is None
+            or parameter is None
+            or not hasattr(layer, "out_features")
+        ):
             continue
         dtype = model.dtype if isinstance(model, PreTrainedModel) else torch.float32
         rows = (

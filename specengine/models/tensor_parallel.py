@@ -102,8 +102,11 @@ def splitting(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
 @functools.cache
 def ranks() -> Ranks:
     """Return the ranks of this run, once the model is split over them."""
-    control = dist.new_group(backend="gloo", timeout=FOREVER)
-    return Ranks(dist.get_rank(), dist.get_world_size(), control)
+    return Ranks(
+        dist.get_rank(),
+        dist.get_world_size(),
+        control=dist.new_group(backend="gloo", timeout=FOREVER),
+    )
 
 
 class ShardedLM(CausalLM):
@@ -118,9 +121,8 @@ class ShardedLM(CausalLM):
         super().__init__(model, pack=False, merge=True)
         head = model.get_output_embeddings()
         tables = [model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
-        self._tables: list[Any] = [_whole(table) for table in tables]  # by all ranks at once
-        if dist.get_rank():
-            self._tables = []
+        whole = [_whole(table) for table in tables]  # by all ranks at once
+        self._tables: list[Any] = [] if dist.get_rank() else whole
 
     def _own_twin(self) -> PreTrainedModel:
         return self.model.eval()  # whose modules transformers has tied to its ranks
@@ -187,8 +189,9 @@ class Leader(ShardedTarget):
             super().want(features, successors)
 
     def prefill(self, tokens: list[int], keep: int | None = None) -> Tensor | None:
-        reused = self.cached(tokens) if keep is None else keep
-        return self._together("prefill", super().prefill, tokens, reused)
+        return self._together(
+            "prefill", super().prefill, tokens, self.cached(tokens) if keep is None else keep
+        )
 
     def rate(self, tokens: list[int]) -> Tensor:
         return self._together("rate", super().rate, tokens)
@@ -248,9 +251,8 @@ def follow(target: ShardedTarget) -> int:
     except RuntimeError as error:
         if not _is_connection(error):
             raise
-        message = _told(error, target.ranks)
         print(
-            f"specengine: error: rank {target.ranks.own} ends: {message}",
+            f"specengine: error: rank {target.ranks.own} ends: {_told(error, target.ranks)}",
             file=sys.stderr,
             flush=True,
         )
@@ -280,9 +282,8 @@ def _broadcast(command: Any, ranks: Ranks) -> Any:
 
 
 def _is_connection(error: BaseException) -> bool:
-    text = str(error)
     return isinstance(error, dist.DistError) or any(
-        word in text for word in ("onnection", "gloo", "NCCL", "socket")
+        word in str(error) for word in ("onnection", "gloo", "NCCL", "socket")
     )
 
 

@@ -81,9 +81,11 @@ def evaluating(model: PreTrainedModel) -> PreTrainedModel:
 def is_changed(module: nn.Module) -> bool:
     """Return whether a module does more than its class says. Hooks that record hidden states are idle otherwise."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    others = any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
-    replaced = not vars(module).keys().isdisjoint(("forward", "_call_impl"))
-    return others or replaced or hasattr(module, "parametrizations")
+    return (
+        any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
+        or not vars(module).keys().isdisjoint(("forward", "_call_impl"))
+        or hasattr(module, "parametrizations")
+    )
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -136,8 +138,9 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         for name, tensor in weight._asdict().items():
-            parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-            self.register_parameter(name, parameter)
+            self.register_parameter(
+                name, None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            )
 
     def forward(self, rows: Tensor) -> Tensor:
         weight = QuantizedWeight(*(getattr(self, name) for name in QuantizedWeight._fields))
@@ -177,8 +180,9 @@ def quantized_blocks(kind: str, rows: Tensor) -> QuantizedWeight:
             bits = torch.arange(8, dtype=torch.uint8, device="cpu")
             fifths = (codes[..., :4, None] >> bits & 1).flatten(2) << 4
             codes = torch.cat((codes[..., 4:] & 15, codes[..., 4:] >> 4), 2) + fifths - 16
-        dtype = torch.uint8 if kind == "q4_0" else torch.int8
-        return QuantizedWeight(codes.flatten(1).view(dtype), scales)
+        return QuantizedWeight(
+            codes.flatten(1).view(torch.uint8 if kind == "q4_0" else torch.int8), scales
+        )
     if kind == "q6_k":
         low, high = blocks[..., :128].unflatten(2, (2, 1, 64)), blocks[..., 128:192]
         shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device="cpu")

@@ -215,11 +215,11 @@ class Latent(Attention):
 
     @property
     def refused(self) -> str:
-        sizes = self.plain, self.turned, self.value, self.query_rank or 0
         return (
             f"latents of {self.rank} channels for heads of {self.plain} + {self.turned} and {self.value}, known are "
             "multiples of 32 for heads of even sizes"
-            if self.rank % 32 or any(size % 2 for size in sizes)
+            if self.rank % 32
+            or any(size % 2 for size in (self.plain, self.turned, self.value, self.query_rank or 0))
             else ""
         )
 
@@ -391,9 +391,10 @@ class GatedDelta(Mixer):
         if not self.fused:
             return {}
         each = self.heads // self.key_heads
-        wide = [self.key_size, self.key_size, each * self.value_size, each * self.value_size]
         return {
-            "linear_attn.in_proj_qkvz": _apart(self.key_heads, wide),
+            "linear_attn.in_proj_qkvz": _apart(
+                self.key_heads, [self.key_size] * 2 + [each * self.value_size] * 2
+            ),
             "linear_attn.in_proj_ba": _apart(self.key_heads, [each, each]),
         }
 
@@ -406,8 +407,12 @@ class GatedDelta(Mixer):
             2 * self.key_heads * self.key_size,
         )
         channels = [*range(keys), *(keys + row for row in values)]
-        wide = {"attn_qkv": channels, "ssm_conv1d": channels, "attn_gate": values}
-        return wide | dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), singles)
+        return {
+            "attn_qkv": channels,
+            "ssm_conv1d": channels,
+            "attn_gate": values,
+            **dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), singles),
+        }
 
     def columns_in_files(self) -> dict[str, list[int]]:
         return {} if self.is_in_order_in_files else {"ssm_out": self._tiled(self.value_size)}
@@ -457,17 +462,14 @@ class Mamba2(Mixer):
     def refused(self) -> str:
         if self.limits != NO_LIMITS:
             return f"time_step_limit {self.limits} in its config"
-        if (
-            self.size % 4
-            == self.head_size % 16
-            == self.heads % self.groups
-            == self.heads % (self.norms or 1)
-            == 0
-        ):
-            return ""
         return (
             f"{self.groups} groups of {self.heads} heads of {self.head_size} channels and {self.size} numbers each in "
             "its states, known are multiples of the first, of 16 and of 4"
+            if self.size % 4
+            or self.head_size % 16
+            or self.heads % self.groups
+            or self.heads % (self.norms or 1)
+            else ""
         )
 
     def parts(self, shape: Shape) -> Iterator[Part]:
@@ -618,15 +620,15 @@ class Experts:
             ("mlp.router.choice", self.choice, self.count),
             ("mlp.router.scales", self.scales, self.count),
         )
-        stacks = (
-            ("gate", self.gate, self.inner),
-            ("up", self.up, self.inner),
-            ("down", self.down, shape.hidden),
+        stacks = list(
+            present(
+                ("gate", self.gate, self.inner),
+                ("up", self.up, self.inner),
+                ("down", self.down, shape.hidden),
+            )
         )
         for number in range(self.count):
             for kind, name, size in stacks:
-                if name is None:
-                    continue
                 native = f"mlp.experts.{number}.{kind}_proj"
                 yield Part(f"{native}.weight", name, size)
                 if self.biases:

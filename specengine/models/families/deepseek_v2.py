@@ -16,29 +16,31 @@ from specengine.models.families import (
 
 
 def layer(config: Any, number: int) -> Layer:
-    dense = number < config.first_k_dense_replace
     groups, kept_groups = (
         (config.n_group, config.topk_group)
         if config.topk_method == "group_limited_greedy"
         else (1, 1)
     )
-    routing = Routing(
-        config.num_experts_per_tok,
-        "softmax",
-        0.0,
-        config.routed_scaling_factor,
-        groups,
-        kept_groups,
-        rated=1,
-    )
+
     experts = Experts(
         config.n_routed_experts,
         config.moe_intermediate_size,
-        routing,
+        Routing(
+            config.num_experts_per_tok,
+            "softmax",
+            0.0,
+            config.routed_scaling_factor,
+            groups,
+            kept_groups,
+            rated=1,
+        ),
         shared=shared_experts("shared_experts"),
         shared_inner=config.moe_intermediate_size * config.n_shared_experts,
     )
-    return Layer(attention=latent_of(config, neighbours=True), mlp=GatedMLP() if dense else experts)
+    return Layer(
+        attention=latent_of(config, neighbours=True),
+        mlp=GatedMLP() if number < config.first_k_dense_replace else experts,
+    )
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

@@ -19,8 +19,10 @@ CHOICE = "mlp.gate.moe_statics.e_score_correction_bias"
 
 
 def is_sparse(config: Any, number: int) -> bool:
-    inside = config.moe_layer_start_index <= number <= config.moe_layer_end_index
-    return bool(inside and (number + 1) % config.moe_layer_interval == 0)
+    return bool(
+        config.moe_layer_start_index <= number <= config.moe_layer_end_index
+        and (number + 1) % config.moe_layer_interval == 0
+    )
 
 
 def layer(config: Any, number: int) -> Layer:
@@ -38,8 +40,11 @@ def layer(config: Any, number: int) -> Layer:
 
 def alone(config: Any, number: int) -> dict[str, Any]:
     """Return the fields of a config whose one layer is this one."""
-    first = int(not is_sparse(config, number))
-    return {"moe_layer_start_index": first, "moe_layer_end_index": 0, "moe_layer_interval": 1}
+    return {
+        "moe_layer_start_index": int(not is_sparse(config, number)),
+        "moe_layer_end_index": 0,
+        "moe_layer_interval": 1,
+    }
 
 
 FAMILY = Family(

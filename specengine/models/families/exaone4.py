@@ -8,8 +8,11 @@ from specengine.models.families import GGUF, SLIDING, Attention, Family, Layer, 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """The smaller models have no windows, of which transformers makes no list of layers."""
-    full = fields["sliding_window"] is None
-    return {"layer_types": ["full_attention"] * fields["num_hidden_layers"]} if full else {}
+    return (
+        {"layer_types": ["full_attention"] * fields["num_hidden_layers"]}
+        if fields["sliding_window"] is None
+        else {}
+    )
 
 
 FAMILY = Family(

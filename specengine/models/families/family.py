@@ -85,13 +85,15 @@ def scaled_context(config: Any, limit: int) -> int:
     limit: the context in the config, which stays where it is above the trained one, or some layers are not scaled.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     reached = []
-    for parameters in ropes:
-        kind = parameters.get("rope_type", parameters.get("type"))
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         factor: Any = parameters.get("factor")
         trained: Any = parameters.get("original_max_position_embeddings") or limit
-        scaled = kind in SCALED and isinstance(factor, int | float) and limit <= trained
+        scaled = (
+            parameters.get("rope_type", parameters.get("type")) in SCALED
+            and isinstance(factor, int | float)
+            and limit <= trained
+        )
         reached.append(int(min(factor * trained, MAX_CONTEXT)) if scaled else limit)
     return max(min(reached), limit)
 
@@ -237,9 +239,9 @@ class Family:
 
     def attention_of(self, config: Any) -> Attention:
         """Return the attention of a config's layers that have one, with its sizes."""
-        attentions = (layer.attention for layer in self.layers_of(config))
         return next(
-            (attention for attention in attentions if attention is not None), self.attention
+            (layer.attention for layer in self.layers_of(config) if layer.attention is not None),
+            self.attention,
         )
 
     def recurrence(self, config: Any) -> list[int]:

@@ -10,15 +10,17 @@ LOCAL_THETA, LAYERS_OF_27B = 10_000.0, 62
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
     """Files state the positions of full layers, and one model divides scores by another root."""
-    local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or LOCAL_THETA}
-    wide = fields["num_hidden_layers"] == LAYERS_OF_27B
+
     return {
         "rope_parameters": {
             "full_attention": fields["rope_parameters"],
-            "sliding_attention": local,
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": value("rope.freq_base_swa") or LOCAL_THETA,
+            },
         },
         "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
-        if wide
+        if fields["num_hidden_layers"] == LAYERS_OF_27B
         else fields["head_dim"],
     }
 

@@ -120,19 +120,22 @@ def alone(config: Any, number: int) -> dict[str, Any]:
 
 
 def sizes_at(config: Any, number: int) -> dict[str, Any]:
-    double = config.use_double_wide_mlp and reads(config, number) is not None
-    return {"inner": 2 * config.intermediate_size} if double else {}
+    return (
+        {"inner": 2 * config.intermediate_size}
+        if config.use_double_wide_mlp and reads(config, number) is not None
+        else {}
+    )
 
 
 def unread(config: Any) -> list[Name]:
     """Return what files hold of layers that read another one's keys and values: those that they do not make."""
-    parts = (ATTENTION.k, ATTENTION.v, ATTENTION.k_norm)
-    layers = [
-        Name(f"model.layers.{i}", f"blk.{i}")
+    return [
+        part.below(Name(f"model.layers.{i}", f"blk.{i}"))
         for i in range(config.num_hidden_layers)
         if reads(config, i) is not None
+        for part in (ATTENTION.k, ATTENTION.v, ATTENTION.k_norm)
+        if part is not None
     ]
-    return [part.below(above) for above in layers for part in parts if part is not None]
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:
@@ -143,11 +146,17 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
         if isinstance(pattern, list)
         else None
     )
-    local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or 10_000.0}
+
     heads, widths = value("attention.head_count_kv"), value("feed_forward_length")
     added: dict[str, Any] = {
         "layer_types": types,
-        "rope_parameters": {"full_attention": full, SLIDING: local},
+        "rope_parameters": {
+            "full_attention": full,
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": value("rope.freq_base_swa") or 10_000.0,
+            },
+        },
         "global_head_dim": fields["head_dim"],
         "head_dim": value("attention.key_length_swa") or fields["head_dim"],
         "num_kv_shared_layers": fields["num_kv_shared_layers"] or 0,
@@ -159,8 +168,10 @@ def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any
     if isinstance(heads, list) and types is not None:
         # the first one of each type
         by_type = dict(zip(reversed(types), reversed(heads), strict=False))
-        added["num_key_value_heads"] = by_type.get(SLIDING, heads[0])
-        added["num_global_key_value_heads"] = by_type.get("full_attention")
+        added |= {
+            "num_key_value_heads": by_type.get(SLIDING, heads[0]),
+            "num_global_key_value_heads": by_type.get("full_attention"),
+        }
         if added["num_kv_shared_layers"] == len(types):  # of an assistant, which has none itself
             added["attention_k_eq_v"] = True
     return added

@@ -10,14 +10,17 @@ NORM = Name("post_attention_layernorm", "post_attention_norm")
 
 
 def layer(config: Any, number: int) -> Layer:
-    experts = Experts(
-        config.num_local_experts,
-        config.intermediate_size,
-        Routing(config.num_experts_per_tok),
-        router=Name("mlp.router", "ffn_gate_inp"),
-        biases=True,
+    return Layer(
+        attention=ATTENTION,
+        mlp_norm=NORM,
+        mlp=Experts(
+            config.num_local_experts,
+            config.intermediate_size,
+            Routing(config.num_experts_per_tok),
+            router=Name("mlp.router", "ffn_gate_inp"),
+            biases=True,
+        ),
     )
-    return Layer(attention=ATTENTION, mlp_norm=NORM, mlp=experts)
 
 
 def finish(fields: dict[str, Any], value: Callable[[str], Any]) -> dict[str, Any]:

@@ -9,16 +9,17 @@ MLP = "block_sparse_moe"
 
 
 def layer(config: Any, number: int) -> Layer:
-    experts = Experts(
-        config.num_local_experts,
-        config.intermediate_size,
-        Routing(config.num_experts_per_tok),
-        router=Name(f"{MLP}.router", "ffn_gate_inp"),
-        gate=Name(f"{MLP}.experts.gate_up_proj", "ffn_gate_exps.weight"),
-        up=Name(f"{MLP}.experts.gate_up_proj", "ffn_up_exps.weight"),
-        down=Name(f"{MLP}.experts.down_proj", "ffn_down_exps.weight"),
+    return Layer(
+        mlp=Experts(
+            config.num_local_experts,
+            config.intermediate_size,
+            Routing(config.num_experts_per_tok),
+            router=Name(f"{MLP}.router", "ffn_gate_inp"),
+            gate=Name(f"{MLP}.experts.gate_up_proj", "ffn_gate_exps.weight"),
+            up=Name(f"{MLP}.experts.gate_up_proj", "ffn_up_exps.weight"),
+            down=Name(f"{MLP}.experts.down_proj", "ffn_down_exps.weight"),
+        )
     )
-    return Layer(mlp=experts)
 
 
 assert DENSE.gguf is not None

@@ -26,8 +26,12 @@ def layer(config: Any, number: int) -> Layer:
     dense = replace(ATTENTION, mlp=shared(""))
     experts = granitemoe.layer(config, number).mlp
     if config.num_local_experts and isinstance(experts, Experts):
-        inner = config.shared_intermediate_size
-        dense = replace(dense, mlp=replace(experts, shared=shared("_shexp"), shared_inner=inner))
+        dense = replace(
+            dense,
+            mlp=replace(
+                experts, shared=shared("_shexp"), shared_inner=config.shared_intermediate_size
+            ),
+        )
     return (
         dense
         if config.layer_types[number] != RECURRENT

@@ -18,8 +18,11 @@ ATTENTION = Attention(windows="by type")
 
 
 def is_sparse(config: Any, number: int) -> bool:
-    listed = number in config.mlp_only_layers
-    return config.num_experts > 0 and (number + 1) % config.decoder_sparse_step == 0 and not listed
+    return (
+        config.num_experts > 0
+        and (number + 1) % config.decoder_sparse_step == 0
+        and number not in config.mlp_only_layers
+    )
 
 
 def routing_of(config: Any) -> Routing:

@@ -7,15 +7,17 @@ from specengine.models.families import Experts, Layer, Name, Routing, qwen3_5_te
 
 
 def layer(config: Any, number: int) -> Layer:
-    experts = Experts(
-        config.num_experts,
-        config.moe_intermediate_size,
-        Routing(config.num_experts_per_tok, "normalised softmax"),
-        shared=shared_experts("shared_expert"),
-        shared_inner=config.shared_expert_intermediate_size,
-        shared_gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+    return replace(
+        qwen3_5_text.layer(config, number),
+        mlp=Experts(
+            config.num_experts,
+            config.moe_intermediate_size,
+            Routing(config.num_experts_per_tok, "normalised softmax"),
+            shared=shared_experts("shared_expert"),
+            shared_inner=config.shared_expert_intermediate_size,
+            shared_gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+        ),
     )
-    return replace(qwen3_5_text.layer(config, number), mlp=experts)
 
 
 assert qwen3_5_text.FAMILY.gguf is not None

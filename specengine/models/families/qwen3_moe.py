@@ -13,8 +13,12 @@ NORMED = Attention(
 
 
 def layer(config: Any, number: int) -> Layer:
-    experts = Experts(config.num_experts, config.moe_intermediate_size, routing_of(config))
-    return Layer(attention=NORMED, mlp=experts if is_sparse(config, number) else GatedMLP())
+    return Layer(
+        attention=NORMED,
+        mlp=Experts(config.num_experts, config.moe_intermediate_size, routing_of(config))
+        if is_sparse(config, number)
+        else GatedMLP(),
+    )
 
 
 FAMILY = Family(

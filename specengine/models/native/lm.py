@@ -260,10 +260,14 @@ class NativeLM:
         logits = torch.empty(
             live if one is None else 1, self.vocab_size, dtype=torch.float32, device="cpu"
         )
-        visible = int(rows.slot), int(rows.prefix), rows.words[:live]
-        tokens, positions = rows.tokens[:live], rows.positions[:live]
         batch = RowBatch(
-            self, tokens, positions, cache, visible, features, logits if live else None
+            self,
+            rows.tokens[:live],
+            rows.positions[:live],
+            cache,
+            (int(rows.slot), int(rows.prefix), rows.words[:live]),
+            features,
+            logits if live else None,
         )
         self.run(batch)
         return logits, batch.states
@@ -434,8 +438,9 @@ class NativeLM:
         self.seconds = spent
         for layer, computed, other in zip(ids, ours.chunk(len(ids), dim=-1), theirs, strict=True):
             last = whole and layer == layers > 1
-            limits = TOLERANCE_AT_THE_END if last else TOLERANCE
-            limit = limits.get(self.quantize or self.numerics, math.inf)
+            limit = (TOLERANCE_AT_THE_END if last else TOLERANCE).get(
+                self.quantize or self.numerics, math.inf
+            )
             dim = -1 if self._amplifies else None  # then the distance of most tokens counts
             distance = float(((computed - other).norm(dim=dim) / other.norm(dim=dim)).median())
             require_supported(
@@ -523,8 +528,11 @@ class NativeHead(EagleRunner):
         super().__init__(config, target, target.dtype)
         self._target = target
         offsets = state.get("d2t")
-        columns = torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
-        self.target_ids = None if offsets is None else offsets + columns
+        self.target_ids = (
+            None
+            if offsets is None
+            else offsets + torch.arange(config.draft_vocab_size, dtype=torch.int64, device="cpu")
+        )
         weights = packed_head({key: state[key] for key in state if key != "d2t"}, target)
         frequencies, scale = rope_frequencies(config)
         self.weights_of = extension().Eagle(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specengine.errors import UnsupportedModelError, require_supported
+from specengine.errors import require_supported
 from specengine.models import families
 from specengine.models.configs import empty_model, family_of, stored_tensors
 from specengine.models.extension import instruction_set, is_plain, numerics_of
@@ -116,11 +116,11 @@ def refuse_loaded(model: PreTrainedModel) -> None:
     # its states take trees here
     (refuse_others if family is not None and family.kinds else refuse_unsupported)(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if not is_plain(tensor):
-            kind = f"{type(tensor).__name__} on {tensor.device.type}, {str(tensor.layout).removeprefix('torch.')}"
-            raise UnsupportedModelError(
-                f"native: {name} is a {kind}, known are dense tensors of the CPU"
-            )
+        require_supported(
+            f"native: {name} is a {type(tensor).__name__} on {tensor.device.type}, "
+            f"{str(tensor.layout).removeprefix('torch.')}, known are dense tensors of the CPU",
+            is_plain(tensor),
+        )
     exact = family_of(model.config).exact
     require_supported(
         "native: the weights have more than one dtype",

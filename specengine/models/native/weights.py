@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from specengine.errors import UnsupportedModelError, require_supported
+from specengine.errors import require_supported
 from specengine.models.configs import (
     ACTIVATIONS,
     activation_of,
@@ -269,9 +269,11 @@ def states_of(
 ) -> list[Tensor]:
     """Return hidden states `ids`, float32 [tokens, hidden size] each, of tokens that see those before them."""
     model.config._attn_implementation = model.config._experts_implementation = "eager"  # noqa: SLF001
-    size = (len(positions),) * 2
     mask = torch.full(
-        size, torch.finfo(model.dtype).min, dtype=model.dtype, device=positions.device
+        (len(positions), len(positions)),
+        torch.finfo(model.dtype).min,
+        dtype=model.dtype,
+        device=positions.device,
     ).triu(1)
     out = model.get_decoder()(
         **inputs,
@@ -414,10 +416,9 @@ class PackedModel:
     ) -> None:
         self.source, self.config, self.shape = source, source.config, shape
         self.state: Any = None
-        self.family = family_of(self.config)
+        self.family = family = family_of(self.config)
         self.instruction_set = instruction_set
         shapes = self._shapes()
-        family = self.family
         places = family.places(self.config)
         factors = self._factors()
         at = [family.shape_at(self.config, number) for number in range(shape.layers)]
@@ -442,12 +443,16 @@ class PackedModel:
                 orders.get(weight.name.rpartition(".")[0]),
             ).parts(parts[weight.name])
         )
-        kinds_packed = dict.fromkeys(
-            add_weight(self.weights, weight, kinds, following)
-            for weight, following in pairwise(chain(packed, (None,)))
-            if weight is not None
+        self.stored = ", ".join(
+            filter(
+                None,
+                dict.fromkeys(
+                    add_weight(self.weights, weight, kinds, following)
+                    for weight, following in pairwise(chain(packed, (None,)))
+                    if weight is not None
+                ),
+            )
         )
-        self.stored = ", ".join(filter(None, kinds_packed))
         sizes = {
             f"model.layers.{number}.self_attn.{name}.weight": at[number].head_dim
             for number, layer in enumerate(self.family.layers_of(self.config))
@@ -465,7 +470,6 @@ class PackedModel:
             for number in range(shape.layers):
                 self.weights.add_vector(f"model.layers.{number}.{name}.factor", factor)
         keys, routing = list(ropes), family.routing(self.config)
-        counts = [routing.chosen, routing.groups, routing.kept, routing.rated]
         self.decoder = extension().Decoder(
             self.instruction_set,
             table_of(numerics),
@@ -485,7 +489,11 @@ class PackedModel:
                 (-1 if place.rope is None else keys.index(place.rope), place.window or 0)
                 for place in places
             ],
-            (routing.scores, counts, [routing.least, routing.factor]),
+            (
+                routing.scores,
+                [routing.chosen, routing.groups, routing.kept, routing.rated],
+                [routing.least, routing.factor],
+            ),
             family.recurrence(self.config),
             [
                 (one.kv_heads, one.head_dim, -1 if place.reads is None else place.reads)
@@ -559,8 +567,12 @@ class PackedModel:
         scaled = self.family.scaled(self.config).get(module.split(".", 3)[-1])
         if scaled is not None and kind == "bias":  # which both factors multiply in csrc/cpu
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() / scaled.inputs)
-        norm = len(weight.shape) == 1 and kind == "weight"
-        if self.family.one_is_zero and norm and not f".{module}".endswith(self.family.plain_norms):
+        if (
+            self.family.one_is_zero
+            and len(weight.shape) == 1
+            and kind == "weight"
+            and not f".{module}".endswith(self.family.plain_norms)
+        ):
             return Weight.of(weight.name, weight.rows(0, weight.shape[0]).float() + 1.0)
         if weight.name.endswith(f".{ROUTER_NORM}"):
             return Weight.of(
@@ -621,13 +633,13 @@ class PackedModel:
             for name in sorted(shapes.keys() | stored.keys())
             if shapes.get(name) != stored.get(name) and not name.endswith("rotary_emb.inv_freq")
         ]
-        if differing:
-            shown = ", ".join(
-                f"{name} {stored.get(name)}, not {shapes.get(name)}" for name in differing[:4]
-            )
-            raise UnsupportedModelError(
-                f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}"
-            )
+        shown = ", ".join(
+            f"{name} {stored.get(name)}, not {shapes.get(name)}" for name in differing[:4]
+        )
+        require_supported(
+            f"native: {len(differing)} tensors differ from {self.config.model_type}'s: {shown}",
+            not differing,
+        )
         return shapes
 
 
