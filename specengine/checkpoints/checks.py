@@ -98,14 +98,15 @@ def looks_like_path(name: str) -> bool:
 
 def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> PretrainedConfig:
     """Return the config of a folder or Hub id; UnsupportedModelError where there is none, it is nonsense, or of MLX."""
-    try:
+    # a config class may raise anything over fields of another type
+    with restating(
+        Exception,
+        lambda error: unsupported(name, error, "its config.json cannot be read"),
+        NO_MEMORY,
+    ):
         config = AutoConfig.from_pretrained(
             name, local_files_only=offline, trust_remote_code=trust_remote_code
         )
-    except NO_MEMORY:
-        raise
-    except Exception as error:  # a config class may raise anything over fields of another type
-        raise unsupported(name, error, "its config.json cannot be read") from error
     packed = getattr(config, "quantization_config", None)
     require_supported(
         f"model {str(name)!r}: quantization_config: got {shown(packed)}; {_OF_MLX}",
