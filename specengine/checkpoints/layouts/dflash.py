@@ -111,7 +111,7 @@ class DflashLayout(Layout):
             {**fields.raw, **{name: value for name, value in nested.items() if value is not None}}
         )
         unknown = sorted(
-            {name for name, value in nested.items() if value not in (*USUAL, *DOMINO)} - KNOWN
+            {name for name, value in nested.items() if value not in USUAL + DOMINO} - KNOWN
         )
         require_intact(
             f"dflash_config: unknown {', '.join(map(shown, unknown))}, known are {', '.join(sorted(KNOWN))}",
