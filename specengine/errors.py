@@ -154,10 +154,16 @@ def why_not_loaded(error: Exception) -> str:
 def restating(
     caught: type[BaseException] | tuple[type[BaseException], ...],
     restated: Callable[[Any], Exception],
+    passing: tuple[type[BaseException], ...] = (),
 ) -> Iterator[None]:
-    """Raise the error that `restated` makes of one of these kinds, which becomes its cause."""
+    """Raise the error that `restated` makes of one of these kinds, which becomes its cause.
+
+    passing: kinds among them that are raised as they are.
+    """
     try:
         yield
+    except passing:
+        raise
     except caught as error:
         raise restated(error) from error
 

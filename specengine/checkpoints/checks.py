@@ -71,8 +71,11 @@ def why_absent(name: str, *, offline: bool = False) -> str | None:
             return None
         if offline or constants.HF_HUB_OFFLINE:
             return "there is no such folder, and the Hub's cache does not hold it"
-        there = any(file_exists(name, file) for file in CONFIGS)
-        return None if there else "there is no such folder, and no such model on the Hub"
+        return (
+            None
+            if any(file_exists(name, file) for file in CONFIGS)
+            else "there is no such folder, and no such model on the Hub"
+        )
     except Exception as error:  # the Hub's own, of many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return f"there is no such folder, and the Hub does not answer ({reason})"
@@ -80,13 +83,14 @@ def why_absent(name: str, *, offline: bool = False) -> str | None:
 
 def looks_like_path(name: str) -> bool:
     """Return whether this cannot be meant as a name on the Hub, which is `model` or `owner/model`."""
-    is_path = (
+    return (
         name.startswith((".", "~"))
         or Path(name).is_absolute()
         or "\\" in name
         or name.endswith(("/", os.sep))
+        or name.count("/") > 1
+        or name.lower().endswith(WEIGHTS)
     )
-    return is_path or name.count("/") > 1 or name.lower().endswith(WEIGHTS)
 
 
 # ---- config.json
@@ -94,14 +98,15 @@ def looks_like_path(name: str) -> bool:
 
 def config_of(name: str | Path, *, offline: bool, trust_remote_code: bool) -> PretrainedConfig:
     """Return the config of a folder or Hub id; UnsupportedModelError where there is none, it is nonsense, or of MLX."""
-    try:
+    # a config class may raise anything over fields of another type
+    with restating(
+        Exception,
+        lambda error: unsupported(name, error, "its config.json cannot be read"),
+        NO_MEMORY,
+    ):
         config = AutoConfig.from_pretrained(
             name, local_files_only=offline, trust_remote_code=trust_remote_code
         )
-    except NO_MEMORY:
-        raise
-    except Exception as error:  # a config class may raise anything over fields of another type
-        raise unsupported(name, error, "its config.json cannot be read") from error
     packed = getattr(config, "quantization_config", None)
     require_supported(
         f"model {str(name)!r}: quantization_config: got {shown(packed)}; {_OF_MLX}",
@@ -157,23 +162,20 @@ def refuse_other_shapes(name: str, config: PretrainedConfig) -> None:
     expected = {key: list(weight.shape) for key, weight in model.named_parameters()}
     differing = []
     for file in safetensors_files(Path(name)):
-        damaged = restating(
-            SafetensorError,
-            lambda error: CheckpointError(
-                f"model {name!r}: its weights are damaged, fetch them again ({error})"
+        with (
+            restating(
+                SafetensorError,
+                lambda error: CheckpointError(
+                    f"model {name!r}: its weights are damaged, fetch them again ({error})"
+                ),
             ),
-        )
-        with damaged, safe_open(file, framework="pt") as opened:
-            shapes = {
-                key: opened.get_slice(key).get_shape()
+            safe_open(file, framework="pt") as opened,
+        ):
+            differing += [
+                f"{key} {has}, not {expected[key]}"
                 for key in opened.keys()  # noqa: SIM118
-                if key in expected
-            }
-        differing += [
-            f"{key} {has}, not {expected[key]}"
-            for key, has in shapes.items()
-            if has != expected[key]
-        ]
+                if key in expected and (has := opened.get_slice(key).get_shape()) != expected[key]
+            ]
     packed = f"; {_OF_MLX}" if _is_of_mlx(getattr(config, "quantization", None)) else ""
     require_intact(
         f"model {name!r}: its weights do not fit its config.json; of another shape: {', '.join(differing[:4])}"
@@ -248,8 +250,11 @@ class Adapter(NamedTuple):
     @property
     def tokenizer(self) -> str:
         """Return where its tokenizer is: next to the adapter, as trainers save it, else with the model."""
-        beside = any((Path(self.name) / file).exists() for file in _TOKENIZERS)
-        return self.name if beside else self.base
+        return (
+            self.name
+            if any((Path(self.name) / file).exists() for file in _TOKENIZERS)
+            else self.base
+        )
 
 
 def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
@@ -295,8 +300,9 @@ def adapter_of(name: str, *, offline: bool = False) -> Adapter | None:
     if adapter.base != name:
         absent = why_absent(adapter.base, offline=offline)
         if absent is None and (Path(adapter.base) / ADAPTER_CONFIG_NAME).exists():
-            whole = (Path(adapter.base) / CONFIG_NAME).exists()
-            absent = None if whole else "it is an adapter itself"
+            absent = (
+                None if (Path(adapter.base) / CONFIG_NAME).exists() else "it is an adapter itself"
+            )
         require_supported(
             f"{adapter.described} for {adapter.base!r:.300} ({_BASE}), and {absent}; correct that field, or {_REMEDY}",
             absent is None,
@@ -315,9 +321,8 @@ def model_in(field: str, model: Any) -> Any:
         return model
     for config in model.peft_config.values():
         if _adds_more_than_layers(config) or getattr(config, "alora_invocation_tokens", None):
-            kind = _name_of(config.peft_type)
             raise UnsupportedModelError(
-                f"{field}: its {type(model).__name__} has an adapter of kind {kind}, {_PROMPTS}"
+                f"{field}: its {type(model).__name__} has an adapter of kind {_name_of(config.peft_type)}, {_PROMPTS}"
             )
     return model.base_model.model
 

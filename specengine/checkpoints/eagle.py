@@ -192,10 +192,15 @@ def load_head(
                 f"producer: got {producer!r}, but the config has the {family} layout",
                 layout_class.family == family,
             )
-        named = [with_prefix(name, names) for name in tensors]
-        layout = layout_class(raw, named, chosen=producer is not None, layer_ids=layer_ids)
-        config_class = DflashConfig if layout.family == "dflash" else EagleConfig
-        config = config_class(version=layout.version, **layout.read())
+        layout = layout_class(
+            raw,
+            [with_prefix(name, names) for name in tensors],
+            chosen=producer is not None,
+            layer_ids=layer_ids,
+        )
+        config = (DflashConfig if layout.family == "dflash" else EagleConfig)(
+            version=layout.version, **layout.read()
+        )
         # each number in range, they may make no positions
         with restating(
             (ArithmeticError, ValueError),
@@ -337,8 +342,9 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], State]:
             )
             turned = name.startswith(("blk.0.attn_q.", "blk.0.attn_k."))
             if turned and len(tensor) % raw["head_dim"] == 0:  # neighbours, not halves of a head
-                pairs = tensor.unflatten(0, (-1, raw["head_dim"] // 2, 2))
-                tensor = pairs.transpose(1, 2).flatten(0, 2)
+                tensor = (
+                    tensor.unflatten(0, (-1, raw["head_dim"] // 2, 2)).transpose(1, 2).flatten(0, 2)
+                )
             elif name == "d2t" and "blk.0.hidden_norm.weight" not in file.tensors:  # ids
                 tensor = tensor - torch.arange(
                     tensor.numel(), dtype=torch.int64, device="cpu"
@@ -414,9 +420,9 @@ def _take_vocabulary_map(folder: Path, config: EagleConfig, state: State) -> lis
     ids = d2t.to(torch.int64) + torch.arange(draft, dtype=torch.int64, device="cpu")
     if ids[0] < 0 or ids[-1] >= target or not bool((ids[1:] > ids[:-1]).all()):
         hint = " (they look like ids, not offsets)" if bool((d2t[1:] > d2t[:-1]).all()) else ""
-        ends = f"{ids.min()} to {ids.max()}{hint}"
         raise CheckpointError(
-            f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {ends}"
+            f"{folder}: d2t: offsets to ascending tokens below {target} are needed, got {ids.min()} to {ids.max()}"
+            f"{hint}"
         )
     require_intact(
         f"{folder}: t2d and d2t disagree on which tokens are drafted",
@@ -448,9 +454,10 @@ def _check(folder: Path, config: EagleConfig, state: State, back: Mapping[str, s
         ],
     }
     weights = {name: tensor for name, tensor in state.items() if name in expected and name != "d2t"}
-    floats = (torch.float32, torch.bfloat16, torch.float16)
     wrong["not float32, bfloat16 or float16"] = [
-        n for n, tensor in weights.items() if tensor.dtype not in floats
+        n
+        for n, tensor in weights.items()
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
     ]
     if not any(wrong.values()):
         largest = {name: float(tensor.abs().max()) for name, tensor in weights.items()}
@@ -539,13 +546,12 @@ def _hits(
     head: EagleHead, target: LanguageModel, text: list[int], candidates: list[tuple[int, ...]]
 ) -> Tensor:
     """Return whether the head's best token after each token but the first is the target's: bool [candidates, rows]."""
-    device, count = target.device, len(text)
-    tokens = torch.tensor(text, device=device, dtype=torch.int64)
     read = tuple(sorted({i for ids in candidates for i in ids}))
     extend: Any = target.extend  # which gives what is asked for
-    logits, features = extend(target.new_cache(count), text, read, logits="all")
+    logits, features = extend(target.new_cache(len(text)), text, read, logits="all")
     state_of = dict(zip(read, features.chunk(len(read), dim=-1), strict=True))
-    embeddings = embed_for(head, target, tokens[1:])
+    tokens = torch.tensor(text[1:], device=target.device, dtype=torch.int64)
+    embeddings = embed_for(head, target, tokens)
     side_by_side = (torch.cat([state_of[i] for i in ids], dim=-1) for ids in candidates)
     return torch.stack(
         [_guesses(head, target, states, embeddings) for states in side_by_side]

@@ -125,9 +125,12 @@ def load_model(
             reason = str(error)
     elif requested:
         raise InputError(f"{', '.join(requested)}: the native forward was asked for, but {reason}")
-    is_own = not isinstance(model, PreTrainedModel)
     try:
-        return LoadedModel(*_huggingface(model, options, tokenizer, adapter), reason, is_own)
+        return LoadedModel(
+            *_huggingface(model, options, tokenizer, adapter),
+            reason,
+            own=not isinstance(model, PreTrainedModel),
+        )
     except SpecEngineError as error:
         if named and is_head(str(model)):
             raise InputError(
@@ -236,30 +239,33 @@ def _huggingface(
         if options.tp_plan is None
         else {"distributed_config": splitting(config, options.trust_remote_code)}
     )
-    try:
-        with quiet_loading_bars(), torch.device("cpu"):
-            loaded, report = auto_class(config).from_pretrained(
-                path,
-                config=config,
-                dtype=options.dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=options.offline,
-                trust_remote_code=options.trust_remote_code,
-                **split,
-            )
-    except SafetensorError as error:
-        raise CheckpointError(
+    damaged = restating(
+        SafetensorError,
+        lambda error: CheckpointError(
             f"model {path!r}: its weights are damaged, fetch them again ({error})"
-        ) from error
-    except (UnsupportedModelError, *NO_MEMORY):
-        raise
-    except (
-        Exception
-    ) as error:  # a model's class may raise anything over a config of other types than it expects
-        if adapter is not None:
-            raise adapter.unfit(" ".join(str(error).split())[:300]) from error
-        raise unsupported(path, error, "it cannot be loaded") from error
+        ),
+    )
+    # a model's class may raise anything over a config of other types than it expects
+    unfit = restating(
+        Exception,
+        lambda error: (
+            unsupported(path, error, "it cannot be loaded")
+            if adapter is None
+            else adapter.unfit(" ".join(str(error).split())[:300])
+        ),
+        (CheckpointError, UnsupportedModelError, *NO_MEMORY),
+    )
+    with unfit, damaged, quiet_loading_bars(), torch.device("cpu"):
+        loaded, report = auto_class(config).from_pretrained(
+            path,
+            config=config,
+            dtype=options.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=options.offline,
+            trust_remote_code=options.trust_remote_code,
+            **split,
+        )
     _require_weights(path, loaded, report, adapter)
     if options.tp_plan is None:
         loaded = _placed(loaded, options)
@@ -321,23 +327,21 @@ def _read_by_transformers(
     with file:
         if len(file.parts) > 1 or gguf.is_known(file.metadata):
             raise refused
-        try:
-            with quiet_loading_bars(), torch.device("cpu"):
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    path.parent,
-                    gguf_file=path.name,
-                    dtype=torch.bfloat16 if options.dtype == "auto" else options.dtype,
-                    quantization_config=GgufConfig(dequantize=True),
-                    output_loading_info=True,
-                    local_files_only=True,
-                    trust_remote_code=options.trust_remote_code,
-                )
-        except NO_MEMORY:
-            raise
-        except (
-            Exception
-        ) as error:  # its reader may raise anything over a file that it does not know
-            raise refused from error
+        # its reader may raise anything over a file that it does not know
+        with (
+            restating(Exception, lambda _: refused, NO_MEMORY),
+            quiet_loading_bars(),
+            torch.device("cpu"),
+        ):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                dtype=torch.bfloat16 if options.dtype == "auto" else options.dtype,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=options.trust_remote_code,
+            )
         _require_weights(path.name, model, report, None)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         model.generation_config.eos_token_id = gguf.end_ids(file, vocabulary)
@@ -375,8 +379,11 @@ def _require_weights(
 
 
 def _tokenizer(name: str, options: "LoadOptions") -> Any:
-    load = partial(tokenizer_at, name, options.offline, options.trust_remote_code)
-    return _noted(name, load) if name else None
+    return (
+        _noted(name, partial(tokenizer_at, name, options.offline, options.trust_remote_code))
+        if name
+        else None
+    )
 
 
 def _noted(name: str, load: Callable[[], Any]) -> Any:
@@ -461,7 +468,14 @@ def load_tokenizer(options: "LoadOptions") -> Any:
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     name = os.fspath(tokenizer)
-    try:
+    # transformers raises of many kinds over files that hold none
+    with restating(
+        Exception,
+        lambda error: InputError(
+            f"tokenizer: got {shown(tokenizer, 300)}, accepted a tokenizer of transformers, or a path or Hub id of "
+            f"one; {(why(error).splitlines() or [type(error).__name__])[0]}"
+        ),
+    ):
         if name == models.embedded.NAME or is_gguf(name):
             path = (
                 models.embedded.gguf(offline=options.offline, progress=options.progress)
@@ -474,12 +488,6 @@ def load_tokenizer(options: "LoadOptions") -> Any:
             "there is no such file or folder", not looks_like_path(name) or Path(name).exists()
         )
         return taking_texts(tokenizer_at(name, options.offline, options.trust_remote_code))
-    except Exception as error:  # transformers raises of many kinds over files that hold none
-        reason = (why(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"tokenizer: got {shown(tokenizer, 300)}, accepted a tokenizer of transformers, or a path or Hub id of "
-            f"one; {reason}"
-        ) from error
 
 
 def default_device() -> torch.device:
@@ -528,8 +536,10 @@ def open_gguf(path: Path, dtype: Any, name: str | None = None) -> Opened:
     file = gguf.read(path, gguf.architecture_of)
     config = gguf.config(file)
     config.name_or_path = name = name or path.name
-    chosen = torch.bfloat16 if dtype == "auto" else dtype
-    return Opened(GGUFSource(file, config, chosen, name=name), lambda: gguf.tokenizer(file))
+    return Opened(
+        GGUFSource(file, config, torch.bfloat16 if dtype == "auto" else dtype, name=name),
+        lambda: gguf.tokenizer(file),
+    )
 
 
 def open_native(

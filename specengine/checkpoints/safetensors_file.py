@@ -20,6 +20,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require_intact,
     require_supported,
+    restating,
 )
 from specengine.files import safetensors_files
 
@@ -67,19 +68,21 @@ _STORED_DTYPES = _FLOATS | {  # the others are of quantised matrices
 
 def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a file's tensors by name; CheckpointError where it is damaged, UnsupportedModelError for other dtypes."""
-    try:
-        with safe_open(file, framework="pt"):  # which checks the header against the file's size
-            pass
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{file}: is damaged, fetch it again ({error})") from error
-    except OSError as error:
-        raise UnsupportedModelError(f"{file}: cannot be read ({error})") from error
+    with (
+        restating(
+            OSError, lambda error: UnsupportedModelError(f"{file}: cannot be read ({error})")
+        ),
+        restating(
+            (SafetensorError, ValueError),
+            lambda error: CheckpointError(f"{file}: is damaged, fetch it again ({error})"),
+        ),
+        safe_open(file, framework="pt"),  # which checks the header against the file's size
+        file.open("rb") as stream,
+    ):
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         shape = tuple(entry["shape"]) or (1,)
         require_supported(f"{file}: {name} has shape {entry['shape']}", 0 not in shape)
         require_supported(
@@ -159,9 +162,9 @@ def stacked(tensors: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str,
         match = _EXPERT.fullmatch(name)
         if match is None or match[3] not in _PLACES:
             by_name[name] = tensor
-            continue
-        stack, place = _PLACES[match[3]]
-        stacks.setdefault(f"{match[1]}.{stack}", {})[int(match[2]), place] = tensor
+        else:
+            stack, place = _PLACES[match[3]]
+            stacks.setdefault(f"{match[1]}.{stack}", {})[int(match[2]), place] = tensor
     for stack_name, of_stack in stacks.items():
         name, matrices = stack_name, of_stack
         if name.endswith(_GATE_UP) and {place for _, place in matrices} == {1}:  # ups alone

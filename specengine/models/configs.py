@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specengine.errors import UnsupportedModelError, require_supported
+from specengine.errors import UnsupportedModelError, require_supported, restating
 from specengine.models import families
 from specengine.models.families import Family, Shape, config_at, scaled_context, stated as stated
 
@@ -37,17 +37,17 @@ NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model without memory for its weights; UnsupportedModelError where its config makes none."""
-    try:
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-            model.config.return_dict = True  # results are read by name
-            return model
-    except (UnsupportedModelError, *NO_MEMORY):
-        raise
-    except Exception as error:
-        raise unsupported(
+    refused = restating(
+        Exception,
+        lambda error: unsupported(
             config._name_or_path, error, "no model can be built from its config.json"
-        ) from error
+        ),
+        (UnsupportedModelError, *NO_MEMORY),
+    )
+    with refused, torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+        model.config.return_dict = True  # results are read by name
+        return model
 
 
 def auto_class(config: PretrainedConfig) -> Any:

@@ -122,8 +122,9 @@ class MetadataFields:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value: Any = default if self.value(key) is None else self.value(key)
-        holds = type(value) in (int, float) and 0 < value < math.inf
-        self.require(key, value, "a positive number", holds)
+        self.require(
+            key, value, "a positive number", type(value) in (int, float) and 0 < value < math.inf
+        )
         return float(value)
 
     def require(self, key: str, value: object, accepted: str, holds: bool) -> None:
@@ -153,8 +154,9 @@ def config(file: GGUFFile) -> transformers.PretrainedConfig:
 def _refuse_effects(metadata: MetadataFields, read: Collection[str] = ()) -> None:
     """Raise UnsupportedModelError for a key that would change the forward; read: those that are taken into account."""
     for key, values in _WITHOUT_EFFECT.items():
-        accepted = key in read or metadata.value(key) in (None, *values)
-        metadata.support(key, "is not supported", accepted)
+        metadata.support(
+            key, "is not supported", key in read or metadata.value(key) in (None, *values)
+        )
 
 
 def _model_config(metadata: MetadataFields, architecture: str) -> transformers.PretrainedConfig:

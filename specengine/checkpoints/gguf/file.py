@@ -121,8 +121,9 @@ class GGUFFile(AbstractContextManager["GGUFFile"]):
                 f"and scales {list(tensor.shape)}",
                 math.prod(scale.shape) in (1, *tensor.shape[:-2]),
             )
-            scales = dequantize(scale.kind, self.read(scale.name), scale.shape)
-            numbers *= scales.reshape(-1, *(1,) * (numbers.ndim - 1))
+            numbers *= dequantize(scale.kind, self.read(scale.name), scale.shape).reshape(
+                -1, *(1,) * (numbers.ndim - 1)
+            )
         return numbers
 
     def close(self) -> None:
@@ -222,17 +223,19 @@ class _Source:
         """Fill `out` (bytes) from byte `offset` on."""
         # the number may already belong to another file
         require_intact(f"{self.path} is closed", self.close.alive)
-        view, done = memoryview(out), 0
-        try:
+        done = 0
+        with (
+            restating(
+                OSError,
+                lambda error: CheckpointError(f"{self.path} cannot be read: {error.strerror}"),
+            ),
+            memoryview(out) as view,
+        ):
             while done < len(view) and (
                 count := os.preadv(self.descriptor, [view[done:]], offset + done)
             ):
                 done += count
             changed = done < len(view) or self._present_state() != self._state
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        finally:
-            view.release()
         require_intact(
             f"{self.path} was changed while it was read: load it again once it is complete",
             not changed,

@@ -297,11 +297,15 @@ def _byte_level(file: GGUFFile, tokens: Tokens, splits: Splits) -> Tokenizer:
     backend = Tokenizer(
         models.BPE(vocab=tokens.ids, merges=merges, ignore_merges=splits.ignore_merges)
     )
-    cuts = [
-        pre_tokenizers.Split(Regex(expression), "isolated") for expression in splits.expressions
-    ]
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(
+                pre_tokenizers.Split(Regex(expression), "isolated")
+                for expression in splits.expressions
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -446,8 +450,9 @@ def _require_vocabulary(file: GGUFFile) -> None:
             f"tokenizer.ggml.{name}" not in file.metadata
             or len(_listed(file, name, kind)) == len(tokens),
         )
-    unscored = "tokenizer.ggml.scores" not in file.metadata
-    if model in ("gpt2", "gemma4") or (unscored and "tokenizer.ggml.merges" in file.metadata):
+    if model in ("gpt2", "gemma4") or (
+        "tokenizer.ggml.scores" not in file.metadata and "tokenizer.ggml.merges" in file.metadata
+    ):
         merges = _listed(file, "merges", str)
         wrong = next((merge for merge in merges if merge.count(" ") != 1), None)
         require_intact(
@@ -504,28 +509,15 @@ _YOUTU = (
 
 
 DEFAULT = Splits((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_DIGITS = Splits((r"\p{N}", _GPT2))
-_PLAIN = Splits((_GPT2,))
-_LLAMA3_LIKE = Splits((_LLAMA3,), ignore_merges=True, add_bos=True)
-_QWEN2_LIKE = Splits((_QWEN2,))
-_GPT4O_LIKE = Splits((_GPT4O,))
-_BLOOM = Splits((_NO_STOPS,))
-_V3 = Splits(
-    (r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-)
-_BAILING = Splits(
-    (
-        rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    )
-)
 _SPACES = "|".join(
     rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
 )
 
 _BY_NAMES: dict[str, Splits] = {
     "default": DEFAULT,
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _LLAMA3_LIKE,
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": Splits(
+        (_LLAMA3,), ignore_merges=True, add_bos=True
+    ),
     "dbrx smaug-bpe chatglm-bpe": Splits((_LLAMA3,)),
     "glm4 glm5": Splits((_LLAMA3,), ignore_merges=True),
     "minicpm5": Splits(
@@ -548,16 +540,22 @@ _BY_NAMES: dict[str, Splits] = {
         )
     ),
     "deepseek-coder": Splits((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _V3,
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Splits(
+        (r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    ),
     "spark2_5": Splits(
         (r"\p{N}{1,3}", rf"[{_HAN}{_KANA}]+", rf"{_DEEPSEEK3}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")
     ),
     "youtu": Splits((_YOUTU, _by_case(rf"(?:{_SUFFIXES})?", "")), ignore_merges=True),
     "falcon": Splits((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _DIGITS,
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": Splits(
+        (r"\p{N}", _GPT2)
+    ),
     "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
-    "modern-bert exaone4 mpt olmo jais trillion granite-docling": _PLAIN,
-    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": _QWEN2_LIKE,
+    "modern-bert exaone4 mpt olmo jais trillion granite-docling": Splits((_GPT2,)),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Splits(
+        (_QWEN2,)
+    ),
     "qwen35": Splits(
         (
             rf"(?:{_SUFFIXES})|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
@@ -571,17 +569,22 @@ _BY_NAMES: dict[str, Splits] = {
             rf"(?:{_SUFFIXES})|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
         )
     ),
-    "bailingmoe bailingmoe2 llada-moe": _BAILING,
+    "bailingmoe bailingmoe2 llada-moe": Splits(
+        (
+            rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORDS}|\p{{N}}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
     "exaone-moe": Splits(
         (
             rf"(?:{_SUFFIXES})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
             r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
         )
     ),
-    "poro-chat bloom gpt3-finnish": _BLOOM,
+    "poro-chat bloom gpt3-finnish": Splits((_NO_STOPS,)),
     "viking": Splits((_NO_STOPS, r"\p{N}")),
     "tekken": Splits((_by_case("", ""),), ignore_merges=True, add_bos=True),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": _GPT4O_LIKE,
+    "gpt-4o llama4 kanana2 talkie minimax-m2": Splits((_GPT4O,)),
     "granite-embed-multi-97m": Splits((_GPT4O,), ignore_merges=True),
     "superbpe": Splits((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "chameleon": Splits(

@@ -120,12 +120,11 @@ class Layout(ABC):
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
         """Return whether a config can only be of this layout."""
         stated = raw.get("architectures")
-        architectures = stated if isinstance(stated, list) else []
         algorithm = raw.get("speculators_model_type")
         return (
             (algorithm not in BLOCKS and any(mark in raw for mark in cls.marks))
             or algorithm in cls.algorithms
-            or any(name in architectures for name in cls.architectures)
+            or (isinstance(stated, list) and any(name in stated for name in cls.architectures))
         )
 
     @abstractmethod
@@ -174,7 +173,7 @@ class Layout(ABC):
             heads % kv_heads == 0,
         )
         require_intact(f"hidden_act: unknown name {shown(activation)}", activation in ACT2FN)
-        hidden_size, drafted = sizes["hidden_size"], sizes["vocab_size"]
+        hidden_size = sizes["hidden_size"]
         require_intact(
             f"head_dim: is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads",
             "head_dim" in fields or hidden_size % heads == 0,
@@ -194,8 +193,11 @@ class Layout(ABC):
             "embed_tokens.weight: is missing, and the target's embeddings have another width",
             there or fits,
         )
-        if self.version != 1:
-            drafted = self.fields.size("draft_vocab_size", drafted)
+        drafted = (
+            sizes["vocab_size"]
+            if self.version == 1
+            else self.fields.size("draft_vocab_size", sizes["vocab_size"])
+        )
         require_intact(
             f"draft_vocab_size: got {drafted}, more than the target's {sizes['vocab_size']}",
             drafted <= sizes["vocab_size"],
@@ -287,11 +289,6 @@ class Layout(ABC):
     @staticmethod
     def layer_config(config: EagleConfig) -> dict[str, Any]:
         rope = dict(config.rope)
-        scaling = (
-            None
-            if rope["rope_type"] == "default"
-            else {k: v for k, v in rope.items() if k != "rope_theta"}
-        )
         ours: dict[str, Any] = (
             {_TEMPERATURES: list(config.temperatures)} if config.temperatures else {}
         )
@@ -307,7 +304,9 @@ class Layout(ABC):
             "rms_norm_eps": config.rms_norm_eps,
             "hidden_act": config.hidden_act,
             "rope_theta": rope["rope_theta"],
-            "rope_scaling": scaling,
+            "rope_scaling": None
+            if rope["rope_type"] == "default"
+            else {k: v for k, v in rope.items() if k != "rope_theta"},
             "max_position_embeddings": config.max_position_embeddings,
             **ours,
         }
@@ -421,8 +420,13 @@ class HeadFields:
 
     def numbers(self, name: str, *, count: int, least: float, most: float) -> list[float]:
         """Read a list of up to `count` numbers, `least` to `most` each; empty by default."""
-        accepted = f"a list of at most {count} numbers, {least:g} to {most:g}"
-        return [*map(float, self._read_list(name, accepted, _is_number(least, most), count))]
+        numbers = self._read_list(
+            name,
+            f"a list of at most {count} numbers, {least:g} to {most:g}",
+            _is_number(least, most),
+            count,
+        )
+        return [*map(float, numbers)]
 
     def nested(self, name: str) -> HeadFields:
         """Read an object; empty by default."""
@@ -462,10 +466,10 @@ def listed(ids: Iterable[int]) -> str:
 
 def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     """Return a tensor's name with its beginning replaced, where the table has it."""
-    for old, new in prefixes.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
+    replaced = (
+        new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)
+    )
+    return next(replaced, name)
 
 
 def _rope_numbers(stated: HeadFields, kind: str) -> dict[str, Any]:

@@ -80,10 +80,12 @@ class DflashLayout(Layout):
 
     @classmethod
     def prefixes(cls, raw: Mapping[str, Any], version: int) -> dict[str, str]:
-        if GLIMMER in str(raw.get("architectures")):
-            return {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-        # Domino's, which stood below logit_head before
-        return {f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")}
+        return (
+            {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+            if GLIMMER in str(raw.get("architectures"))
+            # Domino's, which stood below logit_head before
+            else {f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")}
+        )
 
     def read_version(self) -> Literal[3]:
         return 3  # which reads the same hidden states
@@ -108,8 +110,9 @@ class DflashLayout(Layout):
         block = HeadFields(
             {**fields.raw, **{name: value for name, value in nested.items() if value is not None}}
         )
-        usual = USUAL + DOMINO
-        unknown = sorted({name for name, value in nested.items() if value not in usual} - KNOWN)
+        unknown = sorted(
+            {name for name, value in nested.items() if value not in USUAL + DOMINO} - KNOWN
+        )
         require_intact(
             f"dflash_config: unknown {', '.join(map(shown, unknown))}, known are {', '.join(sorted(KNOWN))}",
             not unknown,
@@ -208,8 +211,11 @@ class DflashLayout(Layout):
         # speculators wrote no field before it had the choice, Domino's repository none for masks
         usual = not (self.algorithm or domino)
         if not any(name in block for name in ANCHORS):
-            ahead = "each row predicts the token after it" if usual else "masks predict their own"
-            self.notes.append(f"no sample_from_anchor: {ahead}")
+            self.notes.append(
+                "no sample_from_anchor: each row predicts the token after it"
+                if usual
+                else "no sample_from_anchor: masks predict their own"
+            )
         anchored = block.flag(
             "sample_from_anchor",
             default=not block.flag(
@@ -220,11 +226,11 @@ class DflashLayout(Layout):
             require_intact(
                 "projector_type: Domino heads of speculators are not supported", not self.algorithm
             )
-            first = block.raw.get("pure_draft_prefix_len") or 0
             return {
                 "rank": block.size("emb_dim"),
                 "gru_size": block.size("gru_hidden_dim"),
-                "uncorrected": first and block.size("pure_draft_prefix_len", most=MAX_DEPTHS),
+                "uncorrected": (block.raw.get("pure_draft_prefix_len") or 0)
+                and block.size("pure_draft_prefix_len", most=MAX_DEPTHS),
                 "anchored": anchored,
             }
         kind = block.text("markov_head_type", "vanilla")

@@ -21,10 +21,12 @@ class EagleLayout(Layout):
 
     def read_version(self) -> Literal[1, 3]:
         self.fields.texts("architectures")  # refuses nonsense
-        third = "draft_vocab_size" in self.fields.raw or any(
-            name.endswith("hidden_norm.weight") for name in self.names
+        return (
+            3
+            if "draft_vocab_size" in self.fields.raw
+            or any(name.endswith("hidden_norm.weight") for name in self.names)
+            else 1
         )
-        return 3 if third else 1
 
     def read(self) -> dict[str, Any]:
         common = self.read_layer(self.fields)
