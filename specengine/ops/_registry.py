@@ -156,10 +156,10 @@ def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
             table.__dict__.update(attributes)
 
 
-def by_meaning(function: Callable[..., Any], *arguments: Any) -> Any:
+def by_meaning(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Return the result of a function whose ops run in torch."""
     with meaning():
-        return function(*arguments)
+        return function(*arguments, **named)
 
 
 def is_tried(device: torch.device) -> bool:
