@@ -32,8 +32,11 @@ class _Bound(dict[torch.device, Implementation | None]):
 
     def __missing__(self, device: torch.device) -> Implementation | None:
         backend = _choose(self.name, device, os.environ.get(VARIABLE, "")).name
-        taken = backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
-        run = self[device] = _loaded(backend)[self.name] if taken else None
+        run = self[device] = (
+            _loaded(backend)[self.name]
+            if backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
+            else None
+        )
         return run
 
 
@@ -270,10 +273,11 @@ def _not_built(name: str) -> str:
 
 
 def _serves(provider: _Provider, kind: str) -> bool:
-    interpreted = (
-        provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (
+        not provider.devices
+        or kind in provider.devices
+        or (provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
     )
-    return not provider.devices or kind in provider.devices or interpreted
 
 
 @cache
