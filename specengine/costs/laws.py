@@ -211,8 +211,14 @@ class Corrections:
         )
         if self._trust[place] >= MIN_TRIED or below is None:
             return None
-        later = range(place + 1, len(self._knots))
-        above = min((other for other in later if self._trust[other] >= MIN_TRUST), default=None)
+        above = next(
+            (
+                other
+                for other in range(place + 1, len(self._knots))
+                if self._trust[other] >= MIN_TRUST
+            ),
+            None,
+        )
         price = column[self._knots[below]]
         if above is not None and self._knots[above] < len(column):
             price = max(price, column[self._knots[above]] / math.ceil(self._knots[above] / n))
@@ -239,17 +245,16 @@ class Corrections:
 
         Many rows that take longer than expected say nothing of few, which are cheap to try: these keep their prices.
         """
-        total = sum(self._trust)
-        mean = (
-            sum(trust * offset for trust, offset in zip(self._trust, self._offsets, strict=True))
-            / total
-        )
+        mean = sum(
+            trust * offset for trust, offset in zip(self._trust, self._offsets, strict=True)
+        ) / sum(self._trust)
         if mean > 0 and max(self._trust[:2]) < MIN_TRUST:
             return
         self._log_factor += mean
-        for knot, trust in enumerate(self._trust):
-            if trust > 0:
-                self._offsets[knot] -= mean
+        self._offsets = [
+            offset - mean if trust > 0 else offset
+            for trust, offset in zip(self._trust, self._offsets, strict=True)
+        ]
 
     def _between(self, rows: int) -> tuple[int, int, float]:
         """Return the knots at both sides of a number of rows, and the right one's share by distance of logarithms."""

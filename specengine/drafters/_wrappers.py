@@ -59,8 +59,10 @@ class Coupled(Wrapped):
     @staticmethod
     def scale(drafter: Drafter, temperature: float, *, truncated: bool) -> float:
         """Return the scale of the noise for this drafter's logits."""
-        share = NOISE_OF_TRUNCATED if truncated else NOISE
-        return min(share * temperature * drafter.traits.sharpness, MAX_SCALE)
+        return min(
+            (NOISE_OF_TRUNCATED if truncated else NOISE) * temperature * drafter.traits.sharpness,
+            MAX_SCALE,
+        )
 
     def changed(self, step: Step, tree: TokenTree, frontier: Nodes) -> Step:
         positions = tree.depths.index_select(0, frontier.ids) + self._length()
@@ -119,10 +121,10 @@ class Guided(Wrapped):
             grown = tree.to(tree.device)
             grown.graft(proposals.parents, proposals.tokens, proposals.log_probs)
         room = most - len(proposals.tokens)
-        below = Nodes.of(torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device))
-        unchecked = self.inner.free(grown, below, room, least) if room else None
-        if unchecked is not None:
-            self._add_allowed(proposals, unchecked, grown)
+        if room:
+            below = Nodes.of(torch.tensor(sorted(ends), dtype=torch.int64, device=tree.device))
+            if (unchecked := self.inner.free(grown, below, room, least)) is not None:
+                self._add_allowed(proposals, unchecked, grown)
         return proposals if proposals.tokens else None
 
     def _add_allowed(self, proposals: Free, unchecked: Free, tree: TokenTree) -> None:

@@ -65,9 +65,11 @@ class Dflash(EagleDraft):
         elif self._hidden is None and not step.normalized:
             rows = rows.log_softmax(-1)
         self._rows = pad(rows, (0, 0, 0, 1), value=-torch.inf)
-        hidden = None if step.hidden is None else step.hidden[:1]
-        further = rows[1:] if self._hidden is None and len(rows) > 1 else None
-        return replace(self.step(tree, tree.root_alone()), hidden=hidden, further=further)
+        return replace(
+            self.step(tree, tree.root_alone()),
+            hidden=None if step.hidden is None else step.hidden[:1],
+            further=rows[1:] if self._hidden is None and len(rows) > 1 else None,
+        )
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
         depths = tree.depths.index_select(0, frontier.ids).clamp(max=len(self._rows) - 1)
@@ -76,8 +78,9 @@ class Dflash(EagleDraft):
             return Step(rows, self._ids, normalized=True)
         began = time.perf_counter()
         places = depths.clamp(max=len(self._hidden) - 1)
-        latents = self._latents(tree, frontier.ids, self._hidden)
-        added = cast(DflashHead, self.head).corrections(latents, self._columns)
+        added = cast(DflashHead, self.head).corrections(
+            self._latents(tree, frontier.ids, self._hidden), self._columns
+        )
         rows = (rows + added.float() * self._scales[places]).log_softmax(-1)
         rows.masked_fill_((depths > places)[:, None], -torch.inf)  # not a number there
         self.model_seconds += time.perf_counter() - began

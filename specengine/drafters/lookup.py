@@ -80,8 +80,7 @@ class Lookup(Wrapped):
         self._token_ids: Tensor | None = None  # those of the columns that `_copies` knows
 
     def __copy__(self) -> "Lookup":
-        recycling = None if self.recycling is None else another(self.recycling)
-        return Lookup(another(self.inner), cast(Any, recycling))
+        return Lookup(another(self.inner), self.recycling and cast(Any, another(self.recycling)))
 
     @property
     def traits(self) -> Traits:
@@ -113,13 +112,12 @@ class Lookup(Wrapped):
         if step.token_ids is not self._token_ids:
             self._copies.columns(None if step.token_ids is None else step.token_ids.cpu())
             self._token_ids = step.token_ids
-        drafted = Drafted(step.logits, step.token_ids, step.normalized, step.marks, self._copies)
         mixed = object.__new__(Mixed)
         vars(mixed).update(
             normalized=step.normalized,
             hidden=step.hidden,
             conditioned=step.conditioned,
-            unmixed=drafted,
+            unmixed=Drafted(step.logits, step.token_ids, step.normalized, step.marks, self._copies),
             _of=(tree.arrays, frontier),
         )
         # C++ would mix float32
@@ -225,8 +223,11 @@ class SuccessorTable:
         """
         carried, likeliest, shares = tokens.tolist(), successors.tolist(), probabilities.tolist()
         for node in (*range(len(carried)), *path):
-            pairs = zip(likeliest[node], shares[node], strict=True)
-            if row := {token: share for token, share in pairs if share > 0}:
+            if row := {
+                token: share
+                for token, share in zip(likeliest[node], shares[node], strict=True)
+                if share > 0
+            }:
                 self._rows[carried[node]] = row
         if copies is not None:
             copies.observe(committed)
@@ -395,11 +396,11 @@ class Copies:
             cost, place, rank = heappop(waiting)
             parent = entries[place]
             if rank < 0:
-                proposals = self._proposals(
-                    parent.context, math.exp(least - parent.score) or sys.float_info.min, table
-                )
+                lowest = math.exp(least - parent.score) or sys.float_info.min
                 parent.proposals = [
-                    proposal for proposal in proposals if proposal[1] not in parent.taken
+                    proposal
+                    for proposal in self._proposals(parent.context, lowest, table)
+                    if proposal[1] not in parent.taken
                 ]
             else:
                 _, token, mark = parent.proposals[rank]
@@ -448,12 +449,14 @@ class Copies:
         totals = {
             token: copied.get(token, 0.0) + uncopied * share for token, share in recycled.items()
         }
-        proposals = [
-            (total, token, FREE | COPIED * (token in copied) | RECYCLED * (token in recycled))
-            for token, total in (copied | totals).items()
-            if total >= least
-        ]
-        return sorted(proposals, reverse=True)
+        return sorted(
+            (
+                (total, token, FREE | COPIED * (token in copied) | RECYCLED * (token in recycled))
+                for token, total in (copied | totals).items()
+                if total >= least
+            ),
+            reverse=True,
+        )
 
 
 def contexts(
@@ -473,7 +476,8 @@ def sparse_step(rows: Sequence[Mapping[int, float]], dtype: Any, device: torch.d
     shares = np.zeros((len(rows), max(1, len(columns))), dtype)
     for values, row in zip(shares, rows, strict=True):
         values[[columns[token] for token in row]] = list(row.values())
-    token_ids = torch.tensor(list(columns) or [0], device=device, dtype=torch.int64)
     return Step(
-        torch.from_numpy(shares).log_().to(device, torch.float32), token_ids, normalized=True
+        torch.from_numpy(shares).log_().to(device, torch.float32),
+        torch.tensor(list(columns) or [0], device=device, dtype=torch.int64),
+        normalized=True,
     )

@@ -58,13 +58,13 @@ class NGram(Drafter):
         self._predicted.extend(hints.expected[1:])
 
     def step(self, tree: TokenTree, frontier: Nodes) -> Step:
-        nodes, tokens, parents = (
-            frontier.alive().tolist(),
+        below = contexts(
+            self._seen.tail,
             tree.tokens.tolist(),
             tree.parents.tolist(),
+            frontier.alive().tolist(),
         )
-        rows = map(self._continuations, contexts(self._seen.tail, tokens, parents, nodes))
-        return sparse_step([*rows], np.float64, tree.device)
+        return sparse_step([*map(self._continuations, below)], np.float64, tree.device)
 
     def accept(self, cycle: Cycle) -> None:
         # The cycle's root was committed before it; its last token is the next root.

@@ -126,8 +126,10 @@ class Alignment:
         Of `ids` the last TAIL may change, those after a blank, and none of the first `firm`.
         """
         first = max(firm, len(self.start), len(ids) - TAIL)
-        blanks = (at for at in range(first, len(ids)) if self.draft.get(ids[at], b"")[:1].isspace())
-        end = next(blanks, first)
+        end = next(
+            (at for at in range(first, len(ids)) if self.draft.get(ids[at], b"")[:1].isspace()),
+            first,
+        )
         return [
             *ids[:end],
             *self.encode(_joined(self.draft, ids[end:]) + _joined(self.target, tokens)),
@@ -343,9 +345,13 @@ class SmallModel(RowDraft):
 def _names(head: str) -> list[str]:
     """Return the drafts that go by a name of their own, plug-ins included."""
     package = "specengine.drafters"
-    named = (
-        name
-        for name in registry.names(package)
-        if name not in ("dflash", "eagle", "lookup", "small_model")
-    )
-    return [*named, *sorted(registry.plugins(package)), "none", head]
+    return [
+        *(
+            name
+            for name in registry.names(package)
+            if name not in ("dflash", "eagle", "lookup", "small_model")
+        ),
+        *sorted(registry.plugins(package)),
+        "none",
+        head,
+    ]

@@ -99,8 +99,9 @@ class ModelWatch:
         except UnsupportedModelError:
             if self.recipe is None or isinstance(self.recipe.draft, Drafter):
                 raise
-            options = dataclasses.replace(self.recipe.options, tokenizer=tokenizer)
-            parts = dataclasses.replace(self.recipe, options=options).load()
+            parts = dataclasses.replace(
+                self.recipe, options=dataclasses.replace(self.recipe.options, tokenizer=tokenizer)
+            ).load()
             self.models = parts.models
             return parts
         return None
@@ -211,8 +212,11 @@ def _mixed(
         eager = target.device.type == "cpu" and not options.graphs
         # which the host drafts from in any case
         lookup = by_default and (eager or isinstance(drafter, Recycling))
-    recycled = None if isinstance(drafter, Recycling) else Recycling()
-    return Lookup(cast(Drafter, drafter), recycled) if lookup else drafter
+    return (
+        Lookup(cast(Drafter, drafter), None if isinstance(drafter, Recycling) else Recycling())
+        if lookup
+        else drafter
+    )
 
 
 def _pair(
@@ -305,10 +309,10 @@ def _check_names(draft: Any, policy: Any, options: "LoadOptions") -> None:
 
 def _maker(draft: Any, options: "LoadOptions") -> Maker:
     """Return the function that makes the draft once the target is there."""
-    if isinstance(draft, Drafter):
-        return lambda target, tokenizer: draft
     return (
-        functools.partial(_own_draft, options=options)
+        (lambda target, tokenizer: draft)
+        if isinstance(draft, Drafter)
+        else functools.partial(_own_draft, options=options)
         if draft is None
         else drafters.maker(draft, options, CHECKPOINTS)
     )
@@ -375,10 +379,10 @@ def _size(lm: "LanguageModel") -> int:
 
 
 def _policy(policy: Any, drafter: Drafter | None, options: "LoadOptions") -> TreePolicy | None:
-    if drafter is None:
-        return None
     return (
-        policies.make(drafter.about.policy, **drafter.about.options)
+        None
+        if drafter is None
+        else policies.make(drafter.about.policy, **drafter.about.options)
         if policy is None
         else policies.of(policy, options.policy_options)
     )

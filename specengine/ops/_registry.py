@@ -32,8 +32,11 @@ class _Bound(dict[torch.device, Implementation | None]):
 
     def __missing__(self, device: torch.device) -> Implementation | None:
         backend = _choose(self.name, device, os.environ.get(VARIABLE, "")).name
-        taken = backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
-        run = self[device] = _loaded(backend)[self.name] if taken else None
+        run = self[device] = (
+            _loaded(backend)[self.name]
+            if backend != REFERENCE and _PROVIDERS[backend].checks is self.checks
+            else None
+        )
         return run
 
 
@@ -156,10 +159,10 @@ def meaning(but: Mapping[str, Implementation] | None = None) -> Iterator[None]:
             table.__dict__.update(attributes)
 
 
-def by_meaning(function: Callable[..., Any], *arguments: Any) -> Any:
+def by_meaning(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Return the result of a function whose ops run in torch."""
     with meaning():
-        return function(*arguments)
+        return function(*arguments, **named)
 
 
 def is_tried(device: torch.device) -> bool:
@@ -270,10 +273,11 @@ def _not_built(name: str) -> str:
 
 
 def _serves(provider: _Provider, kind: str) -> bool:
-    interpreted = (
-        provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (
+        not provider.devices
+        or kind in provider.devices
+        or (provider.interpreted and kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
     )
-    return not provider.devices or kind in provider.devices or interpreted
 
 
 @cache

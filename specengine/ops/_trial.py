@@ -78,8 +78,11 @@ def side_by_side(
     @torch.inference_mode()
     def one(job: tuple[tuple[str, ...], Implementations, tuple[Any, ...]]) -> None:
         names, run, arguments = job
-        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with contextlib.suppress(Exception), current, meaning({name: run[name] for name in names}):
+        with (
+            contextlib.suppress(Exception),
+            torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
+            meaning({name: run[name] for name in names}),
+        ):
             _called(names, arguments)
 
     if device.type == "cuda":
@@ -138,13 +141,14 @@ def _difference(results: list[Any], expected: list[Any]) -> str:
             continue
         if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
             return f"{ours.dtype} {list(ours.shape)} instead of {theirs.dtype} {list(theirs.shape)}"
-        if not theirs.is_floating_point():
-            off = ours != theirs
-        else:
-            close = HALF if theirs.dtype is not torch.float32 else None
-            off = ~torch.isclose(
+        close = None if theirs.dtype is torch.float32 else HALF
+        off = (
+            ~torch.isclose(
                 ours, theirs, rtol=close or RELATIVE, atol=close or ABSOLUTE, equal_nan=True
             )
+            if theirs.is_floating_point()
+            else ours != theirs
+        )
         if off.any():
             a, b = ours[off].flatten()[0].item(), theirs[off].flatten()[0].item()
             return f"{a} instead of {b}, {int(off.sum())} of {off.numel()} numbers differ"

@@ -230,5 +230,7 @@ def _multiply(a: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """Return the high and low 32 bits of a * factor, both below 2**32, by halves: the product exceeds int64."""
     upper = a * (factor >> 16)
     lower = a * (factor & 0xFFFF)
-    total = (upper >> 16) + (((upper & 0xFFFF) << 16) + lower >> 32)
-    return total, ((upper << 16) + lower) & 0xFFFFFFFF
+    return (
+        (upper >> 16) + (((upper & 0xFFFF) << 16) + lower >> 32),
+        ((upper << 16) + lower) & 0xFFFFFFFF,
+    )

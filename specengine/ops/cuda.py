@@ -151,8 +151,10 @@ def find() -> Path | None:
     """Return NVRTC's library, if this environment has one and the sources are installed."""
     if sources() is None:
         return None
-    folders = [Path(place) / "lib" for package in PACKAGES for place in _places(package)]
-    folders.append(Path(torch.__file__).parent / "lib")  # of wheels that bring their own
+    folders = [
+        *(Path(place) / "lib" for package in PACKAGES for place in _places(package)),
+        Path(torch.__file__).parent / "lib",  # of wheels that bring their own
+    ]
     libraries = (file for folder in folders for file in sorted(folder.glob("libnvrtc*.so*")))
     return next(
         (file for file in libraries if "builtins" not in file.name and ".alt." not in file.name),
@@ -224,7 +226,6 @@ def compile_source(source: str, target: str) -> bytes:
 def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared: int = 0) -> None:
     """Run a kernel. values: its arguments, structures and addresses; shared: bytes of memory that its block needs."""
     with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
         function = _function(kernel, torch.cuda.current_device())
         if shared > PLAIN_SHARED:
             _insist(
@@ -232,7 +233,7 @@ def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared
                 "give memory to",
                 kernel.source,
             )
-        start(kernel, function, values, stream, shared)
+        start(kernel, function, values, torch.cuda.current_stream(device).cuda_stream, shared)
 
 
 def start(
@@ -257,10 +258,13 @@ def start(
 def _function(kernel: Kernel, index: int) -> ctypes.c_void_p:
     """Return the kernel in the context of the current device, which must be that one."""
     function = ctypes.c_void_p()
-    status = _driver().cuModuleGetFunction(
-        ctypes.byref(function), _module(kernel.source, index), kernel.name.encode()
+    _insist(
+        _driver().cuModuleGetFunction(
+            ctypes.byref(function), _module(kernel.source, index), kernel.name.encode()
+        ),
+        "find",
+        kernel.source,
     )
-    _insist(status, "find", kernel.source)
     return function
 
 
@@ -268,10 +272,13 @@ def _function(kernel: Kernel, index: int) -> ctypes.c_void_p:
 def _module(source: str, index: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(index)
     module = ctypes.c_void_p()
-    loaded = _driver().cuModuleLoadData(
-        ctypes.byref(module), compile_source(source, f"sm_{major}{minor}")
+    _insist(
+        _driver().cuModuleLoadData(
+            ctypes.byref(module), compile_source(source, f"sm_{major}{minor}")
+        ),
+        "load",
+        source,
     )
-    _insist(loaded, "load", source)
     return module
 
 
@@ -359,8 +366,9 @@ def start_search(
 ) -> Tensor:
     args = _level(tree, (size, size, size), state, Limits(0.0, 0, rounds, 1))
     if args is None:
-        search = worth.start_search
-        return by_meaning(search, tree, size, state, rounds, free, asked, skipped, patience)
+        return by_meaning(
+            worth.start_search, tree, size, state, rounds, free, asked, skipped, patience
+        )
     ids, drafts = _nodes(args.width, size.device)
     args.out, args.skipped = _addresses(ids, drafts), skipped.data_ptr()
     args.patience = patience

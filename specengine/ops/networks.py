@@ -299,8 +299,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _require_one_dtype(*tensors: Tensor) -> None:
-    alike = all(tensor.dtype is tensors[0].dtype for tensor in tensors)
-    refuse_unless(alike, "tensors", "one dtype", *tensors)
+    refuse_unless(len({tensor.dtype for tensor in tensors}) == 1, "tensors", "one dtype", *tensors)
 
 
 # ---- recurrent layers of models

@@ -214,12 +214,13 @@ class Drafted(NamedTuple):
         """Return the same with its copies mixed in, as they follow the nodes of the frontier."""
         if self.copies is None:
             return self
-        arrays, nodes, live = (
+        arguments = (
+            self.logits,
             (tree[0].cpu(), tree[1].cpu()),
             frontier.ids.cpu(),
             frontier.live.cpu(),
+            self.normalized,
         )
-        arguments = self.logits, arrays, nodes, live, self.normalized
         plain = self.logits.is_cpu and self.logits.dtype is not torch.float16
         changes = self.copies.mix(*arguments) if plain else mix_copies(self.copies, *arguments)
         if changes is None:
@@ -336,8 +337,12 @@ class Step:
 
     def children(self, frontier: Nodes, found: Candidates) -> Children:
         """Return candidates as nodes under the frontier."""
-        parents = frontier.ids.index_select(0, found.rows)
-        return Children(parents, self.tokens_of(found.columns), found.log_probs, found.live)
+        return Children(
+            frontier.ids.index_select(0, found.rows),
+            self.tokens_of(found.columns),
+            found.log_probs,
+            found.live,
+        )
 
     def tokens_of(self, columns: Tensor) -> Tensor:
         return columns if self.token_ids is None else self.token_ids[columns]

@@ -36,7 +36,6 @@ from specengine.ops._meanings import FLOATS, WORD_BITS
 from specengine.ops._registry import (
     by_meaning,
     is_tried,
-    meaning,
     refuse_in_captures,
     warn_of_fault,
 )
@@ -70,16 +69,20 @@ def append_nodes(
     count: Tensor,
     overflow: Tensor,
 ) -> Tensor:
-    m = parents.shape[0]
-    if not 0 < m <= frontier.MAX_APPENDED:
+    if not 0 < parents.shape[0] <= frontier.MAX_APPENDED:
         return by_meaning(
             tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow
         )
     parents = parents.contiguous()
     ids = torch.empty_like(parents)
-    nodes = frontier.Tree(*arrays, size)
     frontier.append_nodes(
-        nodes, parents, tokens.contiguous(), log_probs.contiguous(), count, ids, overflow
+        frontier.Tree(*arrays, size),
+        parents,
+        tokens.contiguous(),
+        log_probs.contiguous(),
+        count,
+        ids,
+        overflow,
     )
     return ids
 
@@ -122,51 +125,61 @@ def best_candidates(
         or not len(logits)
         or not candidate_selection.fits(*logits.shape)
     ):
-        with meaning():
-            numbers: dict[str, Any] = {"limit": limit, "log_gate": log_gate, "bound": bound}
-            return select.best_candidates(
-                logits, scores, live, most, **numbers, normalized=normalized
-            )
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        return by_meaning(
+            select.best_candidates,
+            logits,
+            scores,
+            live,
+            most,
+            limit=limit,
+            log_gate=log_gate,
+            bound=bound,
+            normalized=normalized,
+        )
     scores = scores.masked_fill(
         torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf
     )
-    bounds: dict[str, Any] = {"log_gate": log_gate, "bound": bound}
-    bounds = {name: number for name, number in bounds.items() if number is not None}
-    budget = None if limit is None else limit.clamp(0, most)
-    selected = candidate_selection.select_candidates(
-        logits, scores, most, budget=budget, normalized=normalized, **bounds
+    *selected, _ = candidate_selection.select_candidates(
+        _dense(logits),
+        scores,
+        most,
+        budget=None if limit is None else limit.clamp(0, most),
+        log_gate=-math.inf if log_gate is None else log_gate,
+        bound=-math.inf if bound is None else bound,
+        normalized=normalized,
     )
-    return Candidates(
-        selected.rows, selected.tokens, selected.log_probs, selected.scores, selected.count
-    )
+    return Candidates(*selected)
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """Return rows whose columns lie side by side, as the kernels read them."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    if k > MAX_CHILDREN or not 0 < logits.shape[0] <= MAX_ROWS:
-        return by_meaning(select.top_children, logits, k, normalized)
-    return children_kernel.top_children(
-        logits if logits.stride(1) == 1 else logits.contiguous(), k, normalized
+    return (
+        children_kernel.top_children(_dense(logits), k, normalized)
+        if k <= MAX_CHILDREN and 0 < logits.shape[0] <= MAX_ROWS
+        else by_meaning(select.top_children, logits, k, normalized)
     )
 
 
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
-    if not 0 < logits.shape[0] <= MAX_ROWS:
-        return by_meaning(select.top_entropy, logits, top, normalized)
-    return entropy.top_entropy(
-        logits if logits.stride(1) == 1 else logits.contiguous(), top, normalized
+    return (
+        entropy.top_entropy(_dense(logits), top, normalized)
+        if 0 < logits.shape[0] <= MAX_ROWS
+        else by_meaning(select.top_entropy, logits, top, normalized)
     )
 
 
 def choose_tokens(
     logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None
 ) -> Tensor:
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    if not len(logits):
-        return by_meaning(choose.choose_tokens, logits)
-    if seed is None:
-        return verification.choose_tokens(logits)
-    return verification.choose_tokens(logits, positions, seed, temperature)
+    return (
+        verification.choose_tokens(_dense(logits), positions, seed, temperature)
+        if len(logits)
+        else by_meaning(choose.choose_tokens, logits)
+    )
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
@@ -179,11 +192,11 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 def couple(
     logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor
 ) -> Tensor:
-    dense = (token_ids is None or token_ids.stride(0) == 1) and logits.shape[0] > 0
-    if not dense:
-        return by_meaning(choose.couple, logits, token_ids, positions, seed, scale)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    return coupling.couple(logits, token_ids, positions, seed, scale)
+    return (
+        coupling.couple(_dense(logits), token_ids, positions, seed, scale)
+        if (token_ids is None or token_ids.stride(0) == 1) and logits.shape[0] > 0
+        else by_meaning(choose.couple, logits, token_ids, positions, seed, scale)
+    )
 
 
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
@@ -258,11 +271,13 @@ def cached_attention(
     seen: Tensor,
     scale: float,
 ) -> Tensor:
-    if not _takes("cached_attention", query, key, value, scale):
-        return by_meaning(
+    return (
+        _cached_attention(query, key, value, words, prefix, live, seen, scale)
+        if _takes("cached_attention", query, key, value, scale)
+        else by_meaning(
             attention.cached_attention, query, key, value, words, prefix, live, seen, scale
         )
-    return _cached_attention(query, key, value, words, prefix, live, seen, scale)
+    )
 
 
 def _cached_attention(
@@ -324,11 +339,13 @@ def strict_cached_attention(
     live: Tensor,
     scale: float,
 ) -> Tensor:
-    if not _takes("strict_cached_attention", query, key, value, scale):
-        return by_meaning(
+    return (
+        _strict_cached_attention(query, key, value, paths, prefix, live, scale)
+        if _takes("strict_cached_attention", query, key, value, scale)
+        else by_meaning(
             attention.strict_cached_attention, query, key, value, paths, prefix, live, scale
         )
-    return _strict_cached_attention(query, key, value, paths, prefix, live, scale)
+    )
 
 
 def _strict_cached_attention(
@@ -340,12 +357,11 @@ def _strict_cached_attention(
     live: Tensor,
     scale: float,
 ) -> Tensor:
-    rows, nodes = query.transpose(0, 1)[None], paths.nodes.contiguous()[None]
     return strict_kernel.strict_attention(
-        rows,
+        query.transpose(0, 1)[None],
         key[None],
         value[None],
-        nodes,
+        paths.nodes.contiguous()[None],
         paths.counts[None],
         prefix,
         live,
@@ -429,23 +445,27 @@ def add_rms_norm(
         tensor.stride(-1) == 1
         for tensor in (states, weight, states if residual is None else residual)
     )
-    if not dense or not len(states) or states.shape[1] > norm_kernel.LARGEST_ROW:
-        return by_meaning(networks.add_rms_norm, states, residual, weight, eps)
-    return norm_kernel.add_rms_norm(states, residual, weight, eps)
+    return (
+        norm_kernel.add_rms_norm(states, residual, weight, eps)
+        if dense and len(states) and states.shape[1] <= norm_kernel.LARGEST_ROW
+        else by_meaning(networks.add_rms_norm, states, residual, weight, eps)
+    )
 
 
 def packed_linear(states: Tensor, weight: networks.QuantizedWeight, bias: Tensor | None) -> Tensor:
-    if states.stride(1) != 1 or not len(states):
-        return by_meaning(networks.packed_linear, states, weight, bias)
-    return linear_kernel.packed_linear(
-        states, linear_kernel.Weight(*weight), bias, upcast=INTERPRETED
+    return (
+        linear_kernel.packed_linear(states, linear_kernel.Weight(*weight), bias, upcast=INTERPRETED)
+        if states.stride(1) == 1 and len(states)
+        else by_meaning(networks.packed_linear, states, weight, bias)
     )
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    if not gate.stride(1) == up.stride(1) == 1 or not len(gate):
-        return by_meaning(networks.silu_mul, gate, up)
-    return silu_kernel.silu_mul(gate, up)
+    return (
+        silu_kernel.silu_mul(gate, up)
+        if gate.stride(1) == up.stride(1) == 1 and len(gate)
+        else by_meaning(networks.silu_mul, gate, up)
+    )
 
 
 def gather_norms(
@@ -458,9 +478,11 @@ def gather_norms(
 ) -> tuple[Tensor, Tensor]:
     dense = (states, table, *weights, sources, tokens)
     alike = states.shape[1] == table.shape[1] <= norm_kernel.LARGEST_ROW
-    if not alike or not len(sources) or any(tensor.stride(-1) != 1 for tensor in dense):
-        return by_meaning(networks.gather_norms, states, sources, table, tokens, weights, eps)
-    return norm_kernel.gather_norms(states, sources, table, tokens, weights, eps)
+    return (
+        norm_kernel.gather_norms(states, sources, table, tokens, weights, eps)
+        if alike and len(sources) and all(tensor.stride(-1) == 1 for tensor in dense)
+        else by_meaning(networks.gather_norms, states, sources, table, tokens, weights, eps)
+    )
 
 
 def gather_rows(
@@ -478,8 +500,7 @@ def gather_rows(
 def tree_convolution(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, activate: bool
 ) -> Tensor:
-    rows = inputs if inputs.stride(1) == 1 else inputs.contiguous()
-    return recurrence_kernel.tree_convolution(rows, weight, bias, sources, silu=activate)
+    return recurrence_kernel.tree_convolution(_dense(inputs), weight, bias, sources, silu=activate)
 
 
 def tree_recurrence(

@@ -334,8 +334,8 @@ def _count(
     tree: Arrays, size: Tensor, path: Nodes, chosen: Tensor, counts: Counts, notes: Notes
 ) -> None:
     (tokens, parents, _, edges, _, _), nodes = tree, tree[0].shape[0]
-    there = torch.arange(nodes, device=size.device, dtype=torch.int64)
-    there = (there > 0) & (there < size)
+    place = torch.arange(nodes, device=size.device, dtype=torch.int64)
+    there = (place > 0) & (place < size)
     above = parents.masked_fill(~there, 0)
     chosen_tokens = torch.full((nodes + 1,), -1, dtype=torch.int64, device=size.device)
     chosen_tokens = chosen_tokens.index_copy(
@@ -353,9 +353,7 @@ def _count(
     counts.tries.mul_(decay)
     counts.hits.mul_(decay)
     torch.div(counts.hits, counts.tries, out=counts.table).clamp_(MIN_CHANCE, MAX_CHANCE)
-    drafted = notes.drafted[:nodes] & (
-        there | (torch.arange(nodes, device=size.device, dtype=torch.int64) == 0)
-    )
+    drafted = notes.drafted[:nodes] & (there | (place == 0))
     shown = there & drafted.index_select(0, above)
     levels = level_of(edges.exp().masked_fill(~there, 0.0), LEVELS)
     levels = levels.masked_fill(~drafted, 0).index_fill(0, levels.new_zeros(1), 0)
@@ -597,8 +595,8 @@ def keep_likely(
         return Nodes(*run(tree, size, state, free, asked, most))
     _require_state(tree, state)
     counts, notes, throughput = state.counts, state.notes, state.throughput
-    alone = free is None and not throughput.experts.numel()
-    if alone and (run := kernels.keep_likely[size.device]):
+    related = throughput.experts.numel() > 0
+    if free is None and not related and (run := kernels.keep_likely[size.device]):
         return run(tree, size, state, free, asked, most)
     if free is not None:
         leaves, more, least = asked
@@ -616,7 +614,7 @@ def keep_likely(
             notes.stated[new], notes.cells[new] = stated, cells
     selected = (
         _select_related(tree, int(size), throughput, most)
-        if throughput.experts.numel()
+        if related
         else select_worth(tree[4], size, throughput.prices.verify, most)
     )
     throughput.verified.copy_(selected.live)
