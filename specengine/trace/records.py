@@ -116,25 +116,22 @@ class Query:
     @property
     def tau(self) -> float:
         """Mean acceptance length: tokens committed per verification; 0 without cycles."""
-        return self._mean([len(cycle.committed) for cycle in self.cycles])
+        return fmean([len(cycle.committed) for cycle in self.cycles] or [0])
 
     @property
     def delta(self) -> float:
         """Mean draft passes per verification."""
-        return self._mean([cycle.passes for cycle in self.cycles])
+        return fmean([cycle.passes for cycle in self.cycles] or [0])
 
     @property
     def verified(self) -> float:
         """Mean number of verified nodes per cycle, the root included."""
-        return self._mean([len(cycle.kept) for cycle in self.cycles])
+        return fmean([len(cycle.kept) for cycle in self.cycles] or [0])
 
     @property
     def drafted(self) -> float:
         """Mean number of drafted nodes per cycle, the root excluded."""
-        return self._mean([len(cycle.tokens) - 1 for cycle in self.cycles])
-
-    def _mean(self, values: list[int]) -> float:
-        return fmean(values) if values else 0.0
+        return fmean([len(cycle.tokens) - 1 for cycle in self.cycles] or [0])
 
 
 @dataclass(frozen=True)
