@@ -82,7 +82,6 @@ class DynaTree(TreePolicy):
 
     def __post_init__(self) -> None:
         branches = (self.branch_min, self.branch_mid, self.branch_max)
-        shares = {"target": self.target, "band": self.band, "step": self.step}
         require_minimum("dynatree", self, nodes=1, window=1)
         require_each(
             "dynatree",
@@ -111,7 +110,14 @@ class DynaTree(TreePolicy):
                 0 <= self.stop < self.deep <= 1 or self.stop == self.deep == 0,
             ),
             ("least", self.least, "0 to below 1", 0 <= self.least < 1),
-            *((name, share, "0 to 1", 0 <= share <= 1) for name, share in shares.items()),
+            *(
+                (name, share, "0 to 1", 0 <= share <= 1)
+                for name, share in (
+                    ("target", self.target),
+                    ("band", self.band),
+                    ("step", self.step),
+                )
+            ),
         )
         self._base_depth, self._high = float(self.base_depth), self.high
         self._deep, self._low = self.deep, self.low
@@ -140,21 +146,23 @@ class DynaTree(TreePolicy):
         base_depth, high, deep, low = self._moved[tree.device]
         log_probs, tokens = step.best_children(self.branch_max)
         paths = tree.path_log_probs.index_select(0, frontier.ids)[:, None] + log_probs
-        chosen = self._chosen(log_probs, paths, high, low, ops.number(tree.passes) == 1)
         # by parent, best first: the order of the paper's queue
         nodes = tree.add_children(
             frontier,
             tokens,
             log_probs,
-            chosen,
+            self._chosen(log_probs, paths, high, low, ops.number(tree.passes) == 1),
             self.nodes,
             ops.held(self.capacity - ops.number(tree.size)),
         )
         depths, paths = (
             values.index_select(0, nodes.ids) for values in (tree.depths, tree.path_log_probs)
         )
-        shallow = (depths <= base_depth) | (paths >= deep)
-        drafted = (depths <= self.max_depth) & (paths >= _log(self.lowest)) & shallow
+        drafted = (
+            (depths <= self.max_depth)
+            & (paths >= _log(self.lowest))
+            & ((depths <= base_depth) | (paths >= deep))
+        )
         expanded = ops.select_best(drafted.float().log(), nodes.live, self.rows)  # 0 or -inf
         ids = nodes.ids.index_select(0, expanded.ids) if len(nodes.ids) else expanded.ids
         return Nodes(ids, expanded.live).where(ops.number(tree.size) < self.capacity)

@@ -55,9 +55,13 @@ class ExpertReads:
         Each node counts as one of the relation that adds the fewest: such a node is mostly there to be drafted.
         """
         self._expected = self.least(nodes)
-        usual = [0.0, *(interpolated(costs.experts, n) for n in range(1, nodes + 1))]
         read, measured = torch.tensor(
-            [[0.0, *itertools.accumulate(self._expected)], usual], dtype=torch.float32, device="cpu"
+            [
+                [0.0, *itertools.accumulate(self._expected)],
+                [0.0, *(interpolated(costs.experts, n) for n in range(1, nodes + 1))],
+            ],
+            dtype=torch.float32,
+            device="cpu",
         ).unbind()
         return costs.expert * (read - measured)
 
@@ -87,8 +91,8 @@ class _Count:
 
     @classmethod
     def sum(cls, counts: Iterable[Self]) -> Self:
-        parts = [(count.new, count.independent, count.rows) for count in counts]
-        return cls(*(sum(column) for column in zip(*parts, strict=True)))
+        parts = ((count.new, count.independent, count.rows) for count in counts)
+        return cls(*map(sum, zip(*parts, strict=True)))
 
     def add(self, new: float, independent: float) -> None:
         decay = min(1.0, COUNTED_ROWS / (self.rows + 1))
