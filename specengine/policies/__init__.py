@@ -133,11 +133,10 @@ def names() -> list[str]:
 
 def presets() -> dict[str, dict[str, Any]]:
     """Return the options of all presets by `policy/preset`."""
-    classes = {name: find(name) for name in registry.names(sys.modules[__name__])}
     return {
         f"{name}/{key}": dict(options)
-        for name, cls in classes.items()
-        for key, options in cls.presets.items()
+        for name in registry.names(sys.modules[__name__])
+        for key, options in find(name).presets.items()
     }
 
 
@@ -203,9 +202,11 @@ def require_minimum(policy: str, options: Any, **minimums: float) -> None:
 
 def require_minimum_or_none(policy: str, options: Any, *fields: str) -> None:
     """Raise InputError for an option of a policy that is below 1 and not none."""
-    for field in fields:
-        value = getattr(options, field)
-        require(policy, field, value, "1 or more, or none", value is None or value >= 1)
+    values = ((field, getattr(options, field)) for field in fields)
+    require_each(
+        policy,
+        *((field, n, "1 or more, or none", n is None or n >= 1) for field, n in values),
+    )
 
 
 T = TypeVar("T")

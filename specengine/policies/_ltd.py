@@ -147,10 +147,9 @@ class Networks(nn.Module):
 
 
 def perceptron(inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Sequential:
-    sizes = [inputs, *hidden, outputs]
     layers: list[nn.Module] = [
         layer
-        for a, b in pairwise(sizes)
+        for a, b in pairwise([inputs, *hidden, outputs])
         for layer in (
             nn.Linear(a, b, dtype=torch.float32, device="cpu"),
             ACTIVATIONS[activation](),

@@ -112,8 +112,9 @@ class C2t(TreePolicy):
         int32 [1].
         """
         most = min(self.rows, confidence.shape[0])
-        sure = confidence.masked_fill(confidence < self.threshold, -math.inf)
-        confident = ops.select_best(sure, proposed, most, room)
+        confident = ops.select_best(
+            confidence.masked_fill(confidence < self.threshold, -math.inf), proposed, most, room
+        )
         few = (ops.number(level) == 1) & (ops.number(confident.live) < self.min_level1)
         if is_down(few):
             return confident

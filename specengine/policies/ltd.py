@@ -159,5 +159,5 @@ def _best_parents_first(tree: TokenTree) -> Tensor:
     vacant = torch.arange(tree.capacity, device=tree.device, dtype=torch.int64) >= tree.size
     scores = tree.path_log_probs.index_select(0, tree.parents.clamp(min=0).masked_fill(vacant, 0))
     order = scores.argsort(descending=True, stable=True)
-    depths = tree.depths.masked_fill(vacant, tree.capacity)
-    return order.index_select(0, depths.index_select(0, order).argsort(stable=True))
+    depths = tree.depths.masked_fill(vacant, tree.capacity).index_select(0, order)
+    return order.index_select(0, depths.argsort(stable=True))

@@ -59,8 +59,11 @@ class Salf(TreePolicy):
         # drawn after i others can bring budget - 1 - i nodes into the tree, and no more batches than that exist.
         # Nodes at the greatest depth are drawn in addition to a batch.
         most = self.batch if self.max_depth is None else self.budget
-        drawn = sum(min(most, self.budget - i) for i in range(1, self.budget))
-        return 1 + drawn + (self.budget - 1 if self.fill else 0)
+        return (
+            1
+            + sum(min(most, self.budget - i) for i in range(1, self.budget))
+            + (self.budget - 1 if self.fill else 0)
+        )
 
     @property
     def rows(self) -> int:
@@ -74,10 +77,9 @@ class Salf(TreePolicy):
         queues = self._queues[tree.device]
         # those of the tree before are still there
         bound = where(number(tree.passes) == 1, -math.inf, queues.bound)
-        candidates = step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound)
         drawn = step_queues(
             queues,
-            candidates,
+            step.candidates(tree, frontier, max(self.budget - 1, 1), bound=bound),
             frontier,
             tree.depths,
             step.token_ids,

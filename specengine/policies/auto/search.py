@@ -42,9 +42,14 @@ class DeviceSearch:
             3, 1, dtype=torch.int32, device=device
         ).unbind()
         drafting = torch.zeros(1, device=device, dtype=torch.float32)
-        beside = torch.full_like(drafting, overhead)
         throughput = Throughput(
-            *seconds, prices, recent, drafting, verified, beside, drafting.new_tensor(experts)
+            *seconds,
+            prices,
+            recent,
+            drafting,
+            verified,
+            torch.full_like(drafting, overhead),
+            drafting.new_tensor(experts),
         )
         ops.update_throughput(throughput, self.none)
         self.bound = ops.bind_search(

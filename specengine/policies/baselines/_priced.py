@@ -79,9 +79,10 @@ class Priced(TreePolicy):
 
     def _priced(self, device: torch.device) -> PricesByCount:
         tables = self._known.table(*self._sizes, self._context)
-        overhead = torch.full((1,), self._known.overhead, dtype=torch.float64, device=device)
         return PricesByCount(
-            tables.verify.double().to(device), tables.draft.double().to(device), overhead
+            tables.verify.double().to(device),
+            tables.draft.double().to(device),
+            torch.full((1,), self._known.overhead, dtype=torch.float64, device=device),
         )
 
     @torch.inference_mode()

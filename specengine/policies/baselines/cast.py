@@ -58,10 +58,12 @@ class Cast(Priced):
 
     def __post_init__(self) -> None:
         require_minimum("cast", self, budget=1, children=1, width=1, passes=1, recent=1)
-        limits = {"breadth": self.breadth, "deeper": self.deeper, "verified": self.verified}
         require_each(
             "cast",
-            *((name, value, "0 or more", 0 <= value < math.inf) for name, value in limits.items()),
+            *(
+                (name, getattr(self, name), "0 or more", 0 <= getattr(self, name) < math.inf)
+                for name in ("breadth", "deeper", "verified")
+            ),
         )
         self.price(self.budget, self.width)
         # utility of the last layer, [1]; then by layer, the newest last, its ratio and whether there was one, [recent]

@@ -64,8 +64,9 @@ class DDTree(TreePolicy):
         """Append a layer for each position that the step holds, and return the last one, the likeliest nodes first."""
         if step.conditioned or self.width > 1:
             least = tree.scores(tree.best_of_all(self.budget)).amin(0, keepdim=True)
-            bound = least if step.conditioned else None
-            candidates = step.candidates(tree, frontier, self.budget - 1, bound=bound)
+            candidates = step.candidates(
+                tree, frontier, self.budget - 1, bound=least if step.conditioned else None
+            )
             return tree.add(*step.children(frontier, candidates))
         rows = step.logits if step.further is None else torch.cat([step.logits, step.further])
         edges, columns = ops.top_children(rows, self.budget - 1, step.normalized)
@@ -76,13 +77,15 @@ class DDTree(TreePolicy):
             there = (ops.number(frontier.live) > 0) & (ops.number(depth) + place < self.block)
             above = ops.select_best(at, tree.size, self.budget - 1).where(there)
             scores = tree.path_log_probs.index_select(0, above.ids)
-            shared = edges[place].expand(len(scores), -1).contiguous()
             candidates = ops.best_candidates(
-                shared, scores, above.live, self.budget - 1, normalized=True
+                edges[place].expand(len(scores), -1).contiguous(),
+                scores,
+                above.live,
+                self.budget - 1,
+                normalized=True,
             )
-            parents = above.ids.index_select(0, candidates.rows)
             layer = tree.add(
-                parents,
+                above.ids.index_select(0, candidates.rows),
                 tokens[place].index_select(0, candidates.columns),
                 candidates.log_probs,
                 candidates.live,

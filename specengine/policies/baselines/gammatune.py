@@ -56,7 +56,7 @@ class Gammatune(Beam):
         if not height:
             return
         self._mean += self.rate * (cycle.accepted - self._mean)
-        target_height = self._height + 1 if cycle.accepted >= height else round(self._mean) + 1
+        target_height = (self._height if cycle.accepted >= height else round(self._mean)) + 1
         self._height = min(
             max(target_height, -(-self.height // 2)), int(1.5 * self.height), self.expansions + 1
         )

@@ -58,16 +58,20 @@ class Smart(Priced):
         passes, room = ops.number(tree.passes), ops.held(self.budget - ops.number(tree.size))
         spent = self.spend(tree, frontier.live)
         edges, tokens = step.best_children(self.children)
-        scores = tree.path_log_probs.index_select(0, frontier.ids)
         candidates = ops.best_candidates(
-            edges, scores, frontier.live, self.width, limit=room, normalized=True
+            edges,
+            tree.path_log_probs.index_select(0, frontier.ids),
+            frontier.live,
+            self.width,
+            limit=room,
+            normalized=True,
         )
-        taken = self._taken(tree, candidates, spent, passes < self.passes)
-        parents, chosen = (
+        nodes = tree.add(
             frontier.ids.index_select(0, candidates.rows),
             tokens[candidates.rows, candidates.columns],
+            candidates.log_probs,
+            self._taken(tree, candidates, spent, passes < self.passes),
         )
-        nodes = tree.add(parents, chosen, candidates.log_probs, taken)
         return nodes.where((passes < self.passes) & (ops.number(tree.size) < self.budget))
 
     def _taken(
