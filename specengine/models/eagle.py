@@ -538,7 +538,7 @@ class TorchHead(EagleRunner):
     def __init__(self, head: EagleHead, target: LanguageModel, pack: bool | None = None) -> None:
         super().__init__(head.config, target, head.dtype)
         self.module, self._target, self.dtype = head, target, head.dtype
-        self.weights_of = head
+        self.weights_of: Any = head  # by which rows of several texts are put together
         self.target_ids, self.weights = head.target_ids(), (head,)
         self._packed: Packed | None = Packed(head) if worth_packing(head, pack) else None
         self._runs: Any = head
