@@ -480,7 +480,7 @@ def test_without_a_number_as_many_are_answered_at_once_as_memory_holds(
     cache: Any = engine.target.cache  # type: ignore[attr-defined]
     each = cache.bytes_of(slots_of(engine.drivers.own.eager, 512)[0])  # the draft has no cache
     for free, expected in ((2.1 * each, 1), (6.5 * each, 3), (100 * each, 8), (0, 1)):
-        monkeypatch.setattr(parts, "free_memory", lambda free=free: int(free))
+        monkeypatch.setattr(parts, "free_memory", lambda *_, free=free: int(free))
         assert parallel_of(engine) == expected
         with served(native_engine) as server:
             assert server.worker.jobs.parallel == expected
