@@ -142,13 +142,11 @@ class DeviceSampler:
 class CapturedDriver(EagerDriver):
     """Runs the cycles of one engine as graphs; without a draft and a policy they decode plainly.
 
-    eager        runs them where a capture fails
     grows_there  whether trees grow in graphs, which needs a draft that captures and a policy that states its sizes
     under_way    int32 [1], 0 where nothing is to be committed; None outside of a pool
     """
 
     captured = True
-    eager: EagerDriver
     under_way: Tensor | None = None
     prompt_rows = PADDED_ROWS
     target: HuggingFaceTarget
@@ -191,11 +189,6 @@ class CapturedDriver(EagerDriver):
     def texts(self) -> "Sequence[CapturedDriver]":
         """Return the drivers of the texts that its graphs are of."""
         return (self,)
-
-    @property
-    def joins(self) -> bool:
-        """Return whether its functions can be one graph with those of a pool's other texts."""
-        return self.grows_there and isinstance(self.drafter, RowDraft | None)
 
     @property
     def passes(self) -> int:
@@ -688,7 +681,7 @@ class CapturedDriver(EagerDriver):
         """Have a lane's cycles run without graphs from here on."""
         if not isinstance(error, GraphMemoryError):  # else the next answer may find some
             lane.driver.joined = None
-        lane.driver = self.eager
+        lane.driver = EagerDriver(self.target, self.drafter, self.policy)
         lane.stats.notes.append(f"{error}; cycles ran without graphs")
         if isinstance(self.drafter, RowDraft):
             self.drafter.follow(lane.history.ids[0].tolist()[:-1])
@@ -768,14 +761,14 @@ class JoinedDriver(CapturedDriver):
         super().__init__(first.target, first.drafter, first.policy)
         self.texts, self.branched = texts, False
         self._rows = cast(ModuleLane, first.target).joined
-        # by text: whether it is under way, whether it may have a tree, and how many nodes there are to draft from
-        self._flags = torch.zeros(3, count, dtype=torch.int32, device=self.tree.device)
+        # by text: whether it is under way, and how many nodes there are to draft from, at first 1 where it may draft
+        self._flags = torch.zeros(2, count, dtype=torch.int32, device=self.tree.device)
         self.record = self.record.repeat(count)
         self._records = [record.repeat(count) for record in self._records]
         for number, text in enumerate(texts):
             text.joined = self
             text.under_way = self._flags[0, number : number + 1]
-            text.frontier = text.frontier._replace(live=self._flags[2, number : number + 1])
+            text.frontier = text.frontier._replace(live=self._flags[1, number : number + 1])
 
     def run(self, lanes: Sequence[Lane]) -> list[Any]:
         """Run one cycle of each lane: in graphs of its own where it is alone, else by how they choose tokens."""
@@ -795,17 +788,14 @@ class JoinedDriver(CapturedDriver):
         self._rows.locate()
         super().make_ready(choice, whole=whole)
 
-    def _start(self, number: int) -> Sent:
-        self._flags[1].copy_(self._flags[2])
-        return super()._start(number)
-
     def reads(self) -> tuple[Tensor, ...]:
         return self._rows.tables, *chain.from_iterable(text.reads() for text in self.texts)
 
     def run_first(self) -> None:
+        drafts = self._flags[1].clone()
         for text in self.texts:
             text.run_first()
-        self._flags[2].mul_(self._flags[1])
+        self._flags[1].mul_(drafts)
 
     def run_root(self) -> None:
         drafts = [cast(RowDraft, text.drafter) for text in self.texts]

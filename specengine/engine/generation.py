@@ -251,8 +251,9 @@ def run_cycles(
             lane, captured = yield from begin(engine, Drivers(eager, captured), request)
             whole = whole and captured is not None
             # a pool's cycles are run where all texts are stepped
-            steps = captured is not None and whole is (pool is not None)
-            lane.driver = cast(CapturedDriver, captured) if steps else eager
+            lane.driver = (
+                captured if captured is not None and whole is (pool is not None) else eager
+            )
             if whole:
                 stats.notes.append(NOTE)
             lane.source = source_of(eager.drafter, lane, request.constraint, origins)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specengine import drafters, policies
 from specengine.checkpoints.texts import Memory, corpus, folder_of
 from specengine.cycle import EagerDriver
-from specengine.drafters import Drafter
+from specengine.drafters import Drafter, RowDraft
 from specengine.drafters.lookup import Lookup, backend
 from specengine.engine import loading
 from specengine.engine.captured import CapturedDriver, CapturedLanes, JoinedDriver
@@ -153,8 +153,6 @@ class KeptDrivers:
         drafter = None if policy is None else self._drafter
         captured = CapturedDriver(cast(Any, target), drafter, policy) if target.captured else None
         eager = EagerDriver(target, drafter, policy)
-        if captured is not None:
-            captured.eager = eager
         eager.inspected = captured is not None and all(  # our own need no closer look
             part is None or type(part).__module__.startswith("specengine.")
             for part in (drafter, policy)
@@ -326,7 +324,8 @@ class Pool:
         if engine.target.captured:
             CapturedLanes([cast(Any, other.target) for other in self.engines])
             drivers = [other.drivers.own.captured for other in self.engines]
-            if all(driver is not None and driver.joins for driver in drivers):
+            rows = isinstance(engine.drafter, RowDraft | None)  # of drafts whose passes are rows
+            if rows and all(driver is not None and driver.grows_there for driver in drivers):
                 JoinedDriver(cast(Any, drivers))
         for other in self.engines[1:]:
             if (learn_with := getattr(other.policy, "learn_with", None)) is not None:

@@ -837,10 +837,6 @@ class ModuleLane(LaneTarget, HuggingFaceTarget):
 
     joined: Any = None
 
-    def __init__(self, target: HuggingFaceTarget) -> None:
-        super().__init__(target)
-        self.captured = target.captured and not self.strict_rows and self.device.type == "cuda"
-
     def ask(self, tree: TokenTree, *, greedy: bool) -> SharedRows | None:
         if self.strict_rows:
             return None

@@ -495,7 +495,10 @@ class LaneTarget(CachedTarget):
     def __init__(self, target: CachedTarget) -> None:
         """target: the one that it joins. It counts no experts, as rows of all texts are counted at once."""
         cache, uncounted = target.lm.new_cache(1), {"counts": False, "experts": None}
-        vars(self).update(vars(target), cache=cache, tokens=[], captured=False, **uncounted)
+        # strict rows are run alone, and off a device nothing is captured
+        on_device = target.captured and target.device.type == "cuda"
+        captured = on_device and not cast(Any, target).strict_rows
+        vars(self).update(vars(target), cache=cache, tokens=[], captured=captured, **uncounted)
 
     def running(self) -> AbstractContextManager[None]:
         return nullcontext()  # the thread that steps all texts is in the context of one of them
