@@ -75,22 +75,21 @@ class Room:
         A text longer than that many of the longest tokens is refused unread. A long one is read in pieces, up to where
         there are too many.
         """
-        texts = list(texts)
-        letters = sum(map(len, texts))
-        if letters <= LETTERS * self.tokens:
+        text = "".join(texts)
+        if len(text) <= LETTERS * self.tokens:
             return
-        self.require_possible(field, letters, tokenizer)
-        count = read = 0
-        for piece in _pieces(texts, min(PIECE, LETTERS * self.tokens)):
+        self.require_possible(field, len(text), tokenizer)
+        count = 0
+        size = min(PIECE, LETTERS * self.tokens)
+        for start in range(0, len(text), size):
             self.still_wanted()
-            readable = piece.encode("utf-8", "replace").decode()
-            count += len(tokenizer(readable, add_special_tokens=False)["input_ids"])
-            read += len(piece)
+            piece = text[start : start + size].encode("utf-8", "replace").decode()
+            count += len(tokenizer(piece, add_special_tokens=False)["input_ids"])
             if count > MARGIN * self.tokens:
                 raise self._too_long(
                     field,
-                    f"its first {read} of {letters} characters have {count} tokens, "
-                    f"accepted at most {self.tokens}",
+                    f"its first {min(start + size, len(text))} of {len(text)} characters have "
+                    f"{count} tokens, accepted at most {self.tokens}",
                     count,
                 )
 
@@ -119,12 +118,6 @@ def longest_token(tokenizer: Any) -> int:
     """Return the characters of the vocabulary's longest token; sys.maxsize where the tokenizer does not tell."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return max(map(len, vocabulary), default=0) or sys.maxsize
-
-
-def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Return the texts, one after the other, in pieces of that many characters."""
-    whole = "".join(texts)
-    return (whole[start : start + most] for start in range(0, len(whole), most))
 
 
 # ---- prompts
@@ -327,12 +320,9 @@ def _from_messages(
             "letters, digits, _ and -",
             live or _ROLE.fullmatch(role) is not None,
         )
-        for text in texts_in(message, MAX_NESTED):
-            _require_unicode("prompt", text)
-    beside = {"tools": list(tools or []), "chat_template_kwargs": dict(template or {})}
-    for field, value in beside.items():
-        for text in texts_in(value, MAX_NESTED):
-            _require_unicode(field, text)
+        _require_unicode("prompt", message)
+    _require_unicode("tools", list(tools or []))
+    _require_unicode("chat_template_kwargs", dict(template or {}))
     texts = [{**message, "content": _text_of(message["content"])} for message in messages]
     special = None if live else SpecialText.of(tokenizer)
     values = [*texts, *(tools or []), dict(template or {})]
@@ -449,14 +439,17 @@ def _with(value: Any, change: Callable[[str], str]) -> Any:
     return [_with(part, change) for part in value] if isinstance(value, list) else value
 
 
-def _require_unicode(field: str, text: str) -> None:
+def _require_unicode(field: str, value: Any) -> None:
+    """Raise InputError for text in a value, as deep as `texts_in` looks, that is not Unicode."""
     with restating(
         UnicodeEncodeError,
         lambda error: InputError(
-            f"{field}: character {error.start} is not Unicode text ({text[error.start]!r}); was it read as UTF-8?"
+            f"{field}: character {error.start} is not Unicode text ({error.object[error.start]!r}); was it read as "
+            "UTF-8?"
         ),
     ):
-        text.encode("utf-8")
+        for text in texts_in(value, MAX_NESTED):
+            text.encode("utf-8")
 
 
 def require_tokens(field: str, ids: Iterable[int], vocab_size: int) -> None:
