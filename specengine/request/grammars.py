@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from specengine.errors import InputError, missing_extra, require, require_input, restating, shown
+from specengine.errors import (
+    InputError,
+    missing_extra,
+    require,
+    require_input,
+    require_value,
+    restating,
+)
 from specengine.files import MARK
 from specengine.models import common_prefix
 from specengine.request import schemas
@@ -102,13 +109,14 @@ def _text_of(field: str, value: Any) -> str:
         ):
             value = json.dumps(dict(value), allow_nan=False)
     value = value.removeprefix(MARK) if isinstance(value, str) else value
-    if not isinstance(value, str) or not value.strip():
-        accepted = (
-            "a schema, as a dict or as JSON text"
-            if field == "json_schema"
-            else "a grammar, as Lark or GBNF text"
-        )
-        raise InputError(f"{field}: got {shown(value)}, accepted {accepted}")
+    require_value(
+        field,
+        value,
+        "a schema, as a dict or as JSON text"
+        if field == "json_schema"
+        else "a grammar, as Lark or GBNF text",
+        isinstance(value, str) and value.strip() != "",
+    )
     require(field, f"{len(value)} characters", f"up to {MAX_TEXT}", len(value) <= MAX_TEXT)
     with restating(
         UnicodeEncodeError,

@@ -168,8 +168,10 @@ def _keep_bounds(schema: dict[str, Any], *, integer: bool) -> None:
                 bounds.append(
                     _bound(key, bound, sign, opened=key == opened, integer=integer, nearest=nearest)
                 )
-            elif bound is not None and not isinstance(bound, bool):
-                raise ValueError(f"{key}: it must be a number")
+            else:
+                require_or(
+                    ValueError, f"{key}: it must be a number", isinstance(bound, bool | None)
+                )
         if bounds:
             schema[closed] = max(bounds) if sign > 0 else min(bounds)
 
@@ -250,15 +252,17 @@ def _keep_format(schema: dict[str, Any], types: list[Any] | None) -> None:
                 *schema.get("allOf", ()),
                 {"anyOf": [added, *others]} if others else added,
             ]
-    elif name not in _STRINGS:
-        raise ValueError(
-            f"format: {name!r:.60} is unknown here, accepted are {', '.join(sorted(_STRINGS))}"
+    else:
+        require_or(
+            ValueError,
+            f"format: {name!r:.60} is unknown here, accepted are {', '.join(sorted(_STRINGS))}",
+            name in _STRINGS,
         )
-    elif texts:
-        pattern = f"^({_PATTERNS[name]})$"
-        if "pattern" in schema:
-            kind = {} if types is None else {"type": types}
-            schema["allOf"] = [*schema.get("allOf", ()), {**kind, "pattern": pattern}]
-        else:
-            schema["pattern"] = pattern
+        if texts:
+            pattern = f"^({_PATTERNS[name]})$"
+            if "pattern" in schema:
+                kind = {} if types is None else {"type": types}
+                schema["allOf"] = [*schema.get("allOf", ()), {**kind, "pattern": pattern}]
+            else:
+                schema["pattern"] = pattern
     del schema["format"]
