@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -228,17 +227,22 @@ class GenerationOptions(DeclaredOptions):
             ),
         )
         yield from self._configured.processors(configs.BEFORE, context)
-        suppress = partial(SuppressTokensLogitsProcessor, of.suppress_tokens, device=device)
-        yield from _applied((of.suppress_tokens, suppress))
+        yield from _applied(
+            (
+                of.suppress_tokens,
+                lambda: SuppressTokensLogitsProcessor(of.suppress_tokens, device=device),
+            )
+        )
         yield from self._configured.processors(configs.BEGINNING, context)
 
     def _truncations(self, device: Any) -> Iterator[Processor]:
         of: Any = self
-        temperature = (
-            of.temperature not in (None, 1.0),
-            lambda: TemperatureLogitsWarper(float(of.temperature)),
+        yield from _applied(
+            (
+                of.temperature not in (None, 1.0),
+                lambda: TemperatureLogitsWarper(float(of.temperature)),
+            )
         )
-        yield from _applied(temperature)
         yield from self._configured.processors(configs.ABOVE_TOP_K, {})
         yield from _applied(
             (of.top_k, lambda: TopKLogitsWarper(of.top_k)),
