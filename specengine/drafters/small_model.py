@@ -19,6 +19,7 @@ from specengine.errors import (
     require_input,
     require_or,
     require_supported,
+    restating,
 )
 from specengine.models import Target, common_prefix
 from specengine.models.huggingface import CausalLM
@@ -267,7 +268,9 @@ class SmallModel(RowDraft):
                 target.vocab_size,
                 target.device,
             )
-        try:
+        with restating(
+            UnsupportedModelError, lambda error: UnsupportedModelError(f"draft: {error}")
+        ):
             return cls(
                 model,
                 target.vocab_size,
@@ -276,8 +279,6 @@ class SmallModel(RowDraft):
                 merge=is_own,
                 alignment=alignment,
             )
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"draft: {error}") from error
 
     @property
     def model_seconds(self) -> float:  # type: ignore[override]

@@ -115,8 +115,12 @@ class ModelWatch:
 @contextlib.contextmanager
 def _as_if_alone() -> Iterator[None]:
     """Make tensors on the CPU and in the models' own dtypes within, whatever the caller set."""
-    own_dtypes = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-    with torch.device("cpu"), own_dtypes[0], own_dtypes[1], torch.inference_mode(False):
+    with (
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.inference_mode(False),
+    ):
         yield
 
 
