@@ -151,28 +151,23 @@ class SteppedAnswer(Iterator[Cycle]):
     __del__ = close
 
 
+@dataclass
 class _Rate:
-    def __init__(self) -> None:
-        # when it was, and the seconds after which it is tried again
-        self.timed, self.again = -math.inf, AGAIN
-        self.restart()
+    """Steps of one way with one number of texts; `recent`: seconds and tokens of the last ones."""
 
-    def restart(self) -> None:
-        self.steps = 0
-        self._recent = deque[tuple[float, int]](maxlen=TIMED)
-
-    def add(self, seconds: float, tokens: int) -> None:
-        self.steps += 1
-        self._recent.append((seconds, tokens))
+    timed: float = -math.inf  # when the last one ended
+    again: float = AGAIN  # seconds after which the way is tried again
+    steps: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=TIMED))
 
     @property
     def tokens(self) -> float:
         """Return tokens per second, 0 if none was timed. What kept a single step for long says nothing of a way."""
         longest = (
-            2 * statistics.median(seconds for seconds, _ in self._recent) if self._recent else 1.0
+            2 * statistics.median(seconds for seconds, _ in self.recent) if self.recent else 1.0
         )
-        spent = sum(min(seconds, longest) for seconds, _ in self._recent)
-        return sum(tokens for _, tokens in self._recent) / spent if spent else 0.0
+        spent = sum(min(seconds, longest) for seconds, _ in self.recent)
+        return sum(tokens for _, tokens in self.recent) / spent if spent else 0.0
 
 
 class SharedPace:
@@ -217,7 +212,8 @@ class SharedPace:
             self._rates.setdefault((way, size), _Rate()) for way in (self.rests, not self.rests)
         )
         clock = self._clocks[size] = self._clocks.get(size, 0.0) + seconds
-        own.add(seconds, tokens)
+        own.steps += 1
+        own.recent.append((seconds, tokens))
         own.timed = clock
         if self._is_left(own, other, texts, clock):
             self.rests ^= True
@@ -236,7 +232,8 @@ class SharedPace:
         if own.steps % LOOK:
             return False
         if clock - other.timed > other.again:
-            other.restart()
+            other.steps = 0
+            other.recent.clear()
             return True
         if own.tokens < other.tokens * (
             1 if own.steps == TRIED else 1 - MIN_GAIN / math.sqrt(min(own.steps, TIMED))
