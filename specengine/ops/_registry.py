@@ -199,10 +199,16 @@ def _choose(name: str, device: torch.device, requested: str) -> Backend:
 def _best(name: str, device: torch.device, able: tuple[str, ...]) -> Backend:
     """Return the first backend for this kind of device whose result, if backends are tried, equals the reference's."""
     reasons, kind = list[str](), device.type
+    # two cards in one machine may be of different models
+    numbered = (
+        torch.device("cuda", torch.cuda.current_device())
+        if device == torch.device("cuda") and torch.cuda.is_available()
+        else device
+    )
     for key in (key for key, provider in _PROVIDERS.items() if kind in provider.devices):
         fault = _why_not(key, name, kind)
         if key in able:
-            fault = _fault(name, key, _numbered(device)) if kind in TRIED else ""
+            fault = _fault(name, key, numbered) if kind in TRIED else ""
             if not fault:
                 return Backend(key, "; ".join(reasons) or f"first choice on {kind}", able)
         reasons.append(fault)
@@ -251,13 +257,6 @@ def warn_of_fault(op_name: str, reason: str) -> None:
 
 def _is_there(kind: str) -> bool:
     return kind not in TRIED or torch.cuda.is_available()
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """Name the card: two in one machine may be of different models."""
-    index: int | None = device.index
-    several = device.type == "cuda" and index is None and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if several else device
 
 
 def _why_not(name: str, op_name: str, kind: str) -> str:

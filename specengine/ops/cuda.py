@@ -9,7 +9,7 @@ make the host wait.
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,13 +191,17 @@ def compile_source(source: str, target: str) -> bytes:
         ctypes.CDLL(str(builtins))
     nvrtc = ctypes.CDLL(str(path))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    count = len(HEADERS)
-    texts = (ctypes.c_char_p * count)(*(text.encode() for text in HEADERS.values()))
-    names = (ctypes.c_char_p * count)(*(name.encode() for name in HEADERS))
     text = (folder / source).read_bytes()
     insist = partial(_insist, source=source)
     insist(
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), count, texts, names),
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program),
+            text,
+            source.encode(),
+            len(HEADERS),
+            _strings(HEADERS.values()),
+            _strings(HEADERS),
+        ),
         "create",
     )
     try:
@@ -207,8 +211,7 @@ def compile_source(source: str, target: str) -> bytes:
             "--fmad=false",
             f"--include-path={folder}",
         ]
-        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if code := nvrtc.nvrtcCompileProgram(program, len(options), arguments):
+        if code := nvrtc.nvrtcCompileProgram(program, len(options), _strings(options)):
             insist(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log")
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
@@ -221,6 +224,10 @@ def compile_source(source: str, target: str) -> bytes:
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return cubin.raw
+
+
+def _strings(texts: Collection[str]) -> Any:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
 def launch(kernel: Kernel, values: tuple[Any, ...], device: torch.device, shared: int = 0) -> None:
