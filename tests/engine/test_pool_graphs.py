@@ -123,7 +123,6 @@ def test_a_text_that_is_not_under_way_stays_as_it_is() -> None:
             before = state(parts[1])
             joined._flags.zero_() if masked else joined._flags.fill_(1)
             parts[0].plant(5)
-            joined._flags[1].copy_(joined._flags[2])
             for name in ("first", "root", "level", "finish"):
                 joined._run(name)
             same = all(map(torch.equal, before, state(parts[1])))
