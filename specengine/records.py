@@ -279,16 +279,16 @@ def _count(histogram: list[int], index: int) -> None:
     histogram[index] += 1
 
 
-@dataclass(eq=False, repr=False)
 class DrawnTree:
-    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text.
+    """A verified tree that is drawn when it is shown. Copies and pickles of it are the drawn text."""
 
-    accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids.
-    """
-
-    tree: TokenTree
-    accepted: list[int]
-    decode: Callable[[list[int]], str]
+    def __init__(
+        self, tree: TokenTree, accepted: list[int], decode: Callable[[list[int]], str]
+    ) -> None:
+        """accepted: the drafted nodes whose tokens were committed; decode: returns the text of token ids."""
+        self.tree = tree
+        self.accepted = accepted
+        self.decode = decode
 
     def __str__(self) -> str:
         return self.tree.drawn(lambda token: repr(self.decode([token]) or token), self.accepted)
