@@ -9,7 +9,8 @@ verify   milliseconds of the target over trees of so many rows
 parts    milliseconds of the parts of a cycle of one level, each a graph of its own: `draft` (the head), `policy` (its
          rule), `verify`, `walk` (choices and walk) and `commit`; beside them those of the cycle as the engine runs it
 kernels  calls and microseconds by name in one replay, as torch's profiler counts them; operations on a CPU
-lanes    milliseconds of a plain row of each of so many texts, and of trees of TREE nodes, run together as one graph
+lanes    milliseconds of a plain row of each of so many texts, and of trees of TREE nodes, run together as one graph;
+         on a device of a whole cycle of them by the first policy, as graphs of all
 answer   milliseconds and draft passes of cycles of an answer, as a user has it; a random head drafts in vain
 
 Cycles have random tokens, and leave no trace in the caches. Elsewhere than on CUDA the same functions run uncaptured.
@@ -28,7 +29,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -46,7 +47,9 @@ from specengine import Engine, ops, policies
 from specengine.benchmark.records import Log, Record
 from specengine.costs.measuring import SyntheticCycles
 from specengine.drafters.eagle import EagleDraft
-from specengine.engine.captured import CapturedDriver, CapturedLanes
+from specengine.engine import Pool
+from specengine.engine.captured import CapturedDriver, CapturedLanes, JoinedDriver
+from specengine.engine.generation import want
 from specengine.engine.parts import PLAIN
 from specengine.errors import require_value
 from specengine.models import attention, fused
@@ -483,7 +486,35 @@ class Cycles:
                 ended.wait()
                 seconds.append(ended.since(began))
         alone, trees = map(milliseconds, times.values())
-        return {"ms": alone, "trees_ms": trees, "graphs": sum(joined.graphs.captures.values())}
+        graphs = sum(joined.graphs.captures.values())
+        found = {"ms": alone, "trees_ms": trees, "graphs": graphs}
+        if self._device.type == "cuda":  # off a device the texts of a pool have no graphs
+            found["cycles_ms"] = milliseconds(self._cycles_of(variant, texts))
+        return found
+
+    def _cycles_of(self, variant: str, texts: int) -> list[float]:
+        """Return the seconds of whole cycles of so many texts of a pool, each of which is undone."""
+        engine, context = self.engine(variant), self._args.contexts[0]
+        pool = Pool(engine, texts, sys.maxsize)  # bytes of caches
+        drivers = [cast(CapturedDriver, other.drivers.own.captured) for other in pool.engines]
+        joined = cast(JoinedDriver, drivers[0].joined)
+        for number, (other, driver) in enumerate(zip(pool.engines, drivers, strict=True)):
+            want(other.target, other.drafter)
+            driver.reserve(context)
+            text = self._text(context, number)
+            features = other.target.prefill(text)
+            cast(EagleDraft, other.drafter).begin(text, features)
+        joined.make_ready(drivers[0].sampler.request)
+        seconds = []
+        for _ in self._until():
+            with ExitStack() as undone:
+                for driver in drivers:
+                    undone.enter_context(driver.undone())
+                    driver.plant(1)
+                began, _, ended = joined._start(0).marks
+                ended.wait()
+                seconds.append(ended.since(began))
+        return seconds
 
     def _answer(self, key: Key) -> Record:
         _, variant, policy, context = key

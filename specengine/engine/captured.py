@@ -764,7 +764,9 @@ class JoinedDriver(CapturedDriver):
         # by text: whether it is under way, and how many nodes there are to draft from, at first 1 where it may draft
         self._flags = torch.zeros(2, count, dtype=torch.int32, device=self.tree.device)
         self.record = self.record.repeat(count)
-        self._records = [record.repeat(count) for record in self._records]
+        self._records = [
+            torch.zeros_like(self.record, device="cpu", pin_memory=self.tree.device.type == "cuda")
+        ]
         for number, text in enumerate(texts):
             text.joined = self
             text.under_way = self._flags[0, number : number + 1]
@@ -816,9 +818,11 @@ class JoinedDriver(CapturedDriver):
     def run_finish(self, rows: int = 0, *_: Any) -> None:
         trees = [text.select(rows) for text in self.texts]
         batch = [
-            cast(ModuleLane, text.target).ask(tree, greedy=False)
+            cast(ModuleRows, cast(ModuleLane, text.target).ask(tree, greedy=False))
             for text, (_, tree) in zip(self.texts, trees, strict=True)
         ]
+        for each in batch:  # whatever a text that is not under way was last asked for
+            each.features = () if self.drafter is None else self.drafter.traits.features
         self._rows.forward(batch, one_row=1 in (rows, self.budget))
         for text, selected in zip(self.texts, trees, strict=True):
             text.run_finish(rows, selected)

@@ -218,5 +218,6 @@ def test_parts_are_graphs_whose_times_make_up_the_cycle(
     assert [parts["policy"] for parts in of(records, "parts")] == names.split()
     assert {name for name, _ in captured} >= {"part level draft", "part verify", "4 rows"}
     assert all(graph is not None for _, graph in captured)
+    assert all(each["cycles_ms"] > 0 for each in of(records, "lanes"))
     assert not of(records, "kernels")  # this device has no profiler
     assert clock.now > 0

@@ -29,8 +29,8 @@ from tests.graphs import pretended
 from tests.toy import policy_for, tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "by_meanings"), pretends]
-SAMPLED = {"temperature": 0.8, "seed": 5}
-ANSWER = {"max_new_tokens": 10, "eos_token_id": []}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
+ANSWER: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": []}
 
 
 def pool_of(policy: str = "eagle", count: int = 3, family: str = "llama") -> Pool:
@@ -40,6 +40,10 @@ def pool_of(policy: str = "eagle", count: int = 3, family: str = "llama") -> Poo
         for part in (engine.target, engine.drafter):
             part.cache.slab.fill_(float("nan"))  # type: ignore[union-attr]
     return pool
+
+
+def engines(pool: Pool) -> list[Any]:
+    return [*pool.engines]
 
 
 def drivers(pool: Pool) -> list[CapturedDriver]:
@@ -91,7 +95,7 @@ def test_texts_that_choose_in_other_ways_are_answered_at_once() -> None:
         pool = pool_of("auto", 4)
         streams = [
             engine.stream(one, **ANSWER, **way)
-            for engine, one, way in zip(pool.engines, asked, ways, strict=True)
+            for engine, one, way in zip(engines(pool), asked, ways, strict=True)
         ]
         assert [stream.run().token_ids for stream in streams] == expected
         driver = drivers(pool)[0]
@@ -129,13 +133,29 @@ def test_a_text_that_is_not_under_way_stays_as_it_is() -> None:
             assert same is masked
 
 
+@pytest.mark.parametrize("policy", [None, "plain"])
+def test_texts_that_never_began_are_no_hindrance(policy: str | None) -> None:
+    """Nor one that decodes plainly, and whose target is asked for no hidden states."""
+    asked = prompts(3)
+    expected = alone(asked, **ANSWER)
+    with pretended.cuda():
+        pool = pool_of("eagle", 4)
+        options: list[dict[str, Any]] = [{}, {}, {"policy": policy}]
+        streams = [
+            engine.stream(one, **ANSWER, **way)
+            for engine, one, way in zip(engines(pool)[1:], asked, options, strict=True)
+        ]
+        assert [stream.run().token_ids for stream in streams] == expected
+        assert "finish greedy" in drivers(pool)[0].joined.graphs.captures
+
+
 def test_an_answer_that_nobody_wants_any_more_leaves_the_others() -> None:
     asked = prompts(3)
     expected = alone(asked, **ANSWER)
     with pretended.cuda():
         pool = pool_of()
         streams = [
-            engine.stream(one, **ANSWER) for engine, one in zip(pool.engines, asked, strict=True)
+            engine.stream(one, **ANSWER) for engine, one in zip(engines(pool), asked, strict=True)
         ]
         for _ in range(2):
             next(streams[0])
@@ -205,8 +225,8 @@ def test_a_policy_named_by_a_call_runs_beside_the_others() -> None:
     with pretended.cuda():
         pool = pool_of("eagle", 2)
         streams = [
-            pool.engines[0].stream(asked[0], **ANSWER, policy="chain"),
-            pool.engines[1].stream(asked[1], **ANSWER),
+            engines(pool)[0].stream(asked[0], **ANSWER, policy="chain"),
+            engines(pool)[1].stream(asked[1], **ANSWER),
         ]
         assert [stream.run().token_ids for stream in streams] == expected
 
