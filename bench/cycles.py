@@ -487,10 +487,10 @@ class Cycles:
                 seconds.append(ended.since(began))
         alone, trees = map(milliseconds, times.values())
         graphs = sum(joined.graphs.captures.values())
-        found = {"ms": alone, "trees_ms": trees, "graphs": graphs}
+        record: Record = {"ms": alone, "trees_ms": trees, "graphs": graphs}
         if self._device.type == "cuda":  # off a device the texts of a pool have no graphs
-            found["cycles_ms"] = milliseconds(self._cycles_of(variant, texts))
-        return found
+            record["cycles_ms"] = milliseconds(self._cycles_of(variant, texts))
+        return record
 
     def _cycles_of(self, variant: str, texts: int) -> list[float]:
         """Return the seconds of whole cycles of so many texts of a pool, each of which is undone."""

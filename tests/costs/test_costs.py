@@ -107,9 +107,9 @@ def test_padded_costs_are_those_of_the_next_point() -> None:
 @pytest.mark.parametrize("points", [{1: 1.0, 2: 3.0, 20: 3.0}, {20: 3.0}])
 def test_padded_costs_of_one_width_are_flat(points: dict[int, float]) -> None:
     """As files of earlier versions have them."""
-    found = costs_of(points, padded=True).table(20, 3, 0)
-    assert found.verify.tolist() == [0, points.get(1, 3.0), *[3.0] * 19]
-    assert found.draft.tolist() == [0, *[found.draft[-1]] * 3]
+    table = costs_of(points, padded=True).table(20, 3, 0)
+    assert table.verify.tolist() == [0, points.get(1, 3.0), *[3.0] * 19]
+    assert table.draft.tolist() == [0, *[table.draft[-1]] * 3]
 
 
 def test_each_width_grows_with_the_context() -> None:

@@ -17,6 +17,7 @@ from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.ngram import NGram
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
+from specengine.engine.captured import CapturedDriver
 from specengine.models.huggingface import HuggingFaceTarget
 from specengine.ops import cuda_graphs as graphs
 from specengine.ops.cuda_graphs import Graphs
@@ -68,6 +69,12 @@ def engine_of(draft: str, policy: str | TreePolicy, *, captured: bool) -> Engine
     else:
         drafter = EagleDraft(head(int(draft[-1])), target.lm)
     return Engine(target, drafter, toy.policy_for(policy, 3) if isinstance(policy, str) else policy)
+
+
+def driver_of(engine: Engine) -> CapturedDriver:
+    """Return the driver of the engine's own policy."""
+    assert engine.drivers.own.captured is not None
+    return engine.drivers.own.captured
 
 
 @contextmanager

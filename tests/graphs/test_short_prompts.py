@@ -47,11 +47,6 @@ def with_budget(draft: str = "eagle3", *, captured: bool = True) -> Engine:
     return engine
 
 
-def driver_of(engine: Engine) -> CapturedDriver:
-    assert engine.drivers.own.captured is not None
-    return engine.drivers.own.captured
-
-
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     names, run = Counter[str](), CapturedDriver._run
@@ -71,13 +66,13 @@ def test_answers_after_short_prompts_are_those_of_the_host(draft: str, ran: Coun
     expected = [host.generate(prompt, max_new_tokens=6).token_ids for prompt in prompts]
     with pretended.cuda():
         engine = with_budget(draft)
-        found = list[list[int]]()
+        answers = list[list[int]]()
         for prompt in prompts:
-            found.append(engine.generate(prompt, max_new_tokens=6).token_ids)
+            answers.append(engine.generate(prompt, max_new_tokens=6).token_ids)
             ran["prompts"] += 1
             if ran["prompts"] == 1:
                 assert not ran["verify"]  # the first prompt waits for no capture
-        assert found == expected
+        assert answers == expected
     assert ran["verify"] == 3  # of those with tokens before the root, and no more than the budget
 
 
@@ -101,9 +96,11 @@ def test_a_second_turn_of_few_tokens_runs_so(ran: Counter[str]) -> None:
     engine.tokenizer = plain.tokenizer = toy.byte_tokenizer()
     ours, theirs = engine.session(), plain.session()
     for turn, text in enumerate(("a longer text than the budget has room for", "cd", "e")):
-        found = ours.generate(text, max_new_tokens=8, temperature=0.0)
-        assert found.token_ids == theirs.generate(text, max_new_tokens=8, temperature=0.0).token_ids
-        assert (found.stats.num_cached_prompt_tokens > 0) is (turn > 0)
+        turned = ours.generate(text, max_new_tokens=8, temperature=0.0)
+        assert (
+            turned.token_ids == theirs.generate(text, max_new_tokens=8, temperature=0.0).token_ids
+        )
+        assert (turned.stats.num_cached_prompt_tokens > 0) is (turn > 0)
         assert (ran["verify"] > 0) is (turn > 0)
 
 
@@ -133,9 +130,9 @@ def test_what_a_prompt_leaves_is_what_it_leaves_eagerly(length: int, keep: int) 
     engine = engines.engine_of("eagle3", policy_of(), captured=True)
     engine.target.want((1, 2))
     with engines.frozen() as calls:
-        driver_of(engine).graphs.captures["another"] = 1  # of an earlier prompt
-        found = cached(engine, prompt, keep)
-    for ours, theirs in zip(found, expected, strict=True):
+        engines.driver_of(engine).graphs.captures["another"] = 1  # of an earlier prompt
+        by_graph = cached(engine, prompt, keep)
+    for ours, theirs in zip(by_graph, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert any(name == "verify" for _, name in calls) is (length - keep <= BUDGET)
 
@@ -149,8 +146,8 @@ def test_strict_targets_keep_the_bits_of_their_prompts() -> None:
         engine = Engine(target, drafter, policy_of())
         if warm:
             engine.warmup(64)
-        driver_of(engine).reserve(100)
-        driver_of(engine).prefill(SHORT, 0)
+        engines.driver_of(engine).reserve(100)
+        engines.driver_of(engine).prefill(SHORT, 0)
         kept.append(target.cache)
     first, second = (cache.slab[:, :, :, : len(SHORT)] for cache in kept)
     assert torch.equal(first, second)
@@ -162,10 +159,10 @@ def test_moved_weights_are_captured_again() -> None:
     engine = Engine(HuggingFaceTarget(loaded, captured=True), drafter, policy_of())
     for _ in range(2):
         engine.generate(SHORT, max_new_tokens=4)
-    captured = driver_of(engine).graphs.captures["verify"]
+    captured = engines.driver_of(engine).graphs.captures["verify"]
     layer = loaded.lm_head
     layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0).clone(), requires_grad=False)
     after = engine.generate(SHORT, max_new_tokens=4).token_ids
-    assert driver_of(engine).graphs.captures["verify"] == captured + 1
+    assert engines.driver_of(engine).graphs.captures["verify"] == captured + 1
     plain = Engine(HuggingFaceTarget(loaded), None, None)
     assert after == plain.generate(SHORT, max_new_tokens=4).token_ids

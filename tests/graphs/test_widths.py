@@ -54,11 +54,6 @@ def with_policy(policy: TreePolicy, draft: str = "small_model", *, captured: boo
     return engine
 
 
-def driver_of(engine: Engine) -> CapturedDriver:
-    assert engine.drivers.own.captured is not None
-    return engine.drivers.own.captured
-
-
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What graphs finish trees, by name."""
@@ -82,10 +77,10 @@ def test_answers_are_those_of_one_width(policy: str, draft: str, ran: Counter[st
     expected = [answer(host, way) for way in ways]
     with pretended.cuda():
         engine = with_policy(policy_of(policy), draft)
-        driver_of(engine).narrow = [16, 8]
+        engines.driver_of(engine).narrow = [16, 8]
         assert [answer(engine, way) for way in ways] == expected
     assert ran["finish 8"] + ran["finish 16"] > len(ways), ran
-    assert set(driver_of(engine).graphs.captures.values()) == {1}
+    assert set(engines.driver_of(engine).graphs.captures.values()) == {1}
 
 
 def test_scratch_of_narrow_rows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +98,11 @@ def test_scratch_of_narrow_rows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> 
         engines.PROMPT, max_new_tokens=12
     )
     engine = engines.engine_of("small_model", policy, captured=True)
-    driver_of(engine).narrow = [16, 8]
+    engines.driver_of(engine).narrow = [16, 8]
     monkeypatch.setattr(CapturedDriver, "_grow", poisoned)
     with engines.frozen() as calls:
-        found = engine.generate(engines.PROMPT, max_new_tokens=12)
-    assert found.token_ids == expected.token_ids
+        answered = engine.generate(engines.PROMPT, max_new_tokens=12)
+    assert answered.token_ids == expected.token_ids
     assert any(str(name).startswith(("finish 8", "finish 16")) for _, name in calls)
 
 
@@ -116,7 +111,7 @@ def test_the_host_waits_no_more_and_launches_the_same() -> None:
     for narrow in ([], [16, 8]):
         with pretended.cuda() as device:
             engine = with_policy(policy_of("ddd"))
-            driver = driver_of(engine)
+            driver = engines.driver_of(engine)
             driver.narrow = narrow
             engine.warmup(100)
             before = device.waits
@@ -134,7 +129,7 @@ def test_the_host_waits_no_more_and_launches_the_same() -> None:
 def test_a_width_is_captured_once_a_tree_needs_it_and_by_a_warmup(ran: Counter[str]) -> None:
     with pretended.cuda():
         engine = with_policy(policy_of("ddd"))
-        driver = driver_of(engine)
+        driver = engines.driver_of(engine)
         driver.narrow = [16, 8]
         cycles = [piece.cycle for piece in engine.stream(PROMPT, max_new_tokens=16)]
         assert all(len(cycle.tree) <= 16 for cycle in cycles)
@@ -151,24 +146,24 @@ def test_where_the_host_reads_no_size_or_rows_must_be_alike_there_is_one_width()
             (policies.make("eagle", budget=40), []),
             (policy_of("auto"), [16, 8]),
         ):
-            driver = driver_of(with_policy(policy))
+            driver = engines.driver_of(with_policy(policy))
             assert driver.widths == widths
             driver.narrow_to(range(100))
             assert driver.narrow == widths
         short = policies.make("auto", budget=40, max_passes=1)
-        assert driver_of(with_policy(short)).widths == []
+        assert engines.driver_of(with_policy(short)).widths == []
     with pretended.cuda(branches=True):
-        assert driver_of(with_policy(policy_of("auto"))).widths == []
+        assert engines.driver_of(with_policy(policy_of("auto"))).widths == []
     target = strict_target()
     drafter = SmallModel(engines.near_copy(), target.vocab_size)
-    assert driver_of(Engine(target, drafter, policy_of("auto"))).widths == []
+    assert engines.driver_of(Engine(target, drafter, policy_of("auto"))).widths == []
 
 
 def test_a_tree_that_the_last_pass_ends_takes_all_rows(ran: Counter[str]) -> None:
     policy = policies.make("ddd", **SHAPES["ddd"] | {"expansions": 1, "checks": (1,)})
     with pretended.cuda():
         engine = with_policy(policy)
-        driver_of(engine).narrow = [16, 8]
+        engines.driver_of(engine).narrow = [16, 8]
         cycles = [piece.cycle for piece in engine.stream(PROMPT, max_new_tokens=12)]
     last = [int(cycle.tree.passes) == policy.passes for cycle in cycles]
     assert any(last)
@@ -210,7 +205,7 @@ def test_widths_are_used_where_they_were_measured_to_pay(
     policy: Any = policies.make("auto", **SHAPES["auto"] | {"costs": "measured"})
     engine = with_policy(policy)
     engine.generate(PROMPT, max_new_tokens=2)
-    driver, costs = driver_of(engine), policy._costs.base
+    driver, costs = engines.driver_of(engine), policy._costs.base
     assert driver.narrow == widths
     assert sorted(costs.verify) == sorted([1, *widths, 20])
     assert PassCosts.from_dict(costs.to_dict()) == costs
