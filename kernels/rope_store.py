@@ -1,6 +1,6 @@
 """Rotary positions and the cache in one launch: queries and keys are rotated, keys and values stored in their slots.
 
-One program per row and head. Rows may be stored in caches of their own, which a table finds. The rotation is that of
+One program per row and head. Texts may have caches of their own, which a table finds. The rotation is that of
 Llama: channel c pairs with channel c + D / 2. It is computed in float32 and rounded once, or step by step as torch's
 operations round it. Queries and keys may pass an RMS norm over their channels before, that of transformers' modules.
 """
@@ -92,7 +92,7 @@ def _turned(
 
 
 @triton.jit(
-    do_not_specialize=["heads", "kv_heads"],
+    do_not_specialize=["heads", "kv_heads", "rows"],
     do_not_specialize_on_alignment=["positions", "slot", "live", "table"],
 )
 def _rope_store(
@@ -125,6 +125,7 @@ def _rope_store(
     out_head,
     heads,
     kv_heads,
+    rows,
     NORM: tl.constexpr,
     STEPWISE: tl.constexpr,
     HALF: tl.constexpr,
@@ -136,16 +137,14 @@ def _rope_store(
     at = tl.load(positions + row)
     cos = tl.load(cosines + at * HALF + channel, mask=some, other=0.0)
     sin = tl.load(sines + at * HALF + channel, mask=some, other=0.0)
+    text, entry = row // rows, row % rows
+    place = tl.load(slot + text) + entry
+    stored = some & (entry < tl.load(live + text))
     if table is not None:
-        place = tl.load(slot + row)
-        stored = some
-        k_cache_head = tl.load(table + 2 * row + 1)
+        k_cache_head = tl.load(table + 2 * text + 1)
         v_cache_head = k_cache_head
-        k_cache += tl.load(table + 2 * row)
+        k_cache += tl.load(table + 2 * text)
         v_cache = k_cache + kv_heads * k_cache_head
-    else:
-        place = tl.load(slot) + row
-        stored = some & (row < tl.load(live))
     if head < heads:
         source = query + row * q_row + head * q_head + channel
         first = tl.load(source, mask=some, other=0.0).to(tl.float32)
@@ -205,9 +204,9 @@ def rope_store(
     strides free. positions: int64 [n]; cosines, sines: float32 [P, D / 2], contiguous, row p for position p.
     slot: int64 [1]; live: int32 [1]: rows from it on are rotated, and not stored. Positions below P and slots below S
     are the caller's promise. q_norm, k_norm: [D] of the same dtype, weights of RMS norms, both or neither; stepwise:
-    round products to the dtype before they are added. table: int64 [n, 2] as of `tree_attention`: row i is stored in
-    slot[i], int64 [n], of a cache of its own, and `live` says nothing. Returns the rotated queries, `out` where that is
-    given. Capturable.
+    round products to the dtype before they are added. table: int64 [texts, 2] as of `tree_attention`: of each text
+    n / texts rows are stored in a cache of its own, by its number in slot and live, [texts]. Returns the rotated
+    queries, `out` where that is given. Capturable.
     """
     n, heads, size = query.shape
     kv_heads = key.shape[1]
@@ -256,8 +255,13 @@ def rope_store(
         raise ValueError(
             f"slot, live: int64 [1] and int32 [1] are needed, got {slot.dtype}, {live.dtype}"
         )
+    texts = len(slot)
+    if n % texts or len(live) != texts:
+        raise ValueError(
+            f"slot, live: one number for each text is needed, got {texts} for {n} rows"
+        )
     if table is not None:
-        check_table(table, n, k_cache)
+        check_table(table, texts, k_cache)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     _rope_store[(n, heads + 2 * kv_heads)](
         query,
@@ -283,6 +287,7 @@ def rope_store(
         *out.stride()[:2],
         heads,
         kv_heads,
+        n // texts,
         NORM=q_norm is not None,
         STEPWISE=stepwise,
         HALF=size // 2,

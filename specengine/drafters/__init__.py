@@ -491,7 +491,9 @@ class RowDraft(CapturedDrafter):
         pass_rows = ops.root_rows(
             tree.tokens, self._held, self.taken, filled, self._causal, count, self._factors
         )
-        return Rows(*pass_rows[:4], filled, self.taken), pass_rows
+        rows = Rows(*pass_rows[:4], filled, self.taken)
+        rows.seen = self.taken
+        return rows, pass_rows
 
     def _level_rows(self, tree: TokenTree, frontier: Nodes) -> tuple[Rows, PassRows]:
         """Return the rows of the pass from these nodes; on a device it counts itself among the tree's."""

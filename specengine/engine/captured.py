@@ -8,11 +8,11 @@ logits, and walks itself.
 """
 
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, partialmethod
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ from specengine.ops.cuda_graphs import (
     only_if,
     room,
     sharing,
+    side_by_side,
 )
-from specengine.ops.tree import NUMBERS, TokenTree, overfull
+from specengine.ops.tree import NUMBERS, TokenTree, overfull, sent
 from specengine.policies import Plan, TreePolicy
 from specengine.records import Cycle, Outcome, Seconds
 from specengine.request.sampling import Sampler, TopP, refuse_no_choice, signed
@@ -52,6 +53,7 @@ PARTS_NOTE = "graphs: a tree could not be one graph here, or would have been ano
 GUIDED_NOTE = "graphs: a grammar guides the trees, so the host grew them outside of graphs"
 DEEPEST = 16  # passes of a tree that is one graph: they are nested, and each is captured
 HOST = torch.device("cpu")
+T = TypeVar("T")
 
 
 class Record(NamedTuple):
@@ -256,14 +258,18 @@ class CapturedDriver(EagerDriver):
     ) -> tuple[Tensor, Tensor | None]:  # by its name, as the other functions of a cycle
         return self.target.verify(self._given)
 
-    def run_finish(self, rows: int = 0, selected: tuple[Nodes, TokenTree] | None = None) -> None:
+    def run_finish(self, rows: int = 0) -> None:
         """Run the target over the tree, walk down, commit in both caches, write the record and set the next root.
 
-        rows: of the target's forward; 0: those of the largest tree; selected: as `select` gives them, where the target
-        has run them.
+        rows: of the target's forward; 0: those of the largest tree.
         """
+        outcome = self.commit(*self.select(rows))
+        self.learn_there(outcome)
+        self.tree.restart()
+
+    def commit(self, nodes: Nodes, verified: TokenTree) -> Outcome:
+        """Walk down what the target has verified, as `select` gives it, and commit; return what became of it."""
         tree, longest = self.tree, self.longest
-        nodes, verified = selected or self.select(rows)
         length = self.target.cache.filled
         logits, features = self.target.verify(verified)
         chosen = self.sampler.choose(logits, verified.depths, length)
@@ -278,10 +284,12 @@ class CapturedDriver(EagerDriver):
         self.target.cache.keep(path)
         if self.drafter is not None and self.policy is not None:
             cast(CapturedDrafter, self.drafter).take(walked_over, path, features)
-            if self._learns_there():
-                chosen = record[NUMBERS:end]
-                self.policy.learn(Outcome(tree, Nodes(ids, path.live), chosen, None))
-        tree.restart()
+        return Outcome(tree, Nodes(ids, path.live), record[NUMBERS:end], None)
+
+    def learn_there(self, outcome: Outcome) -> None:
+        """Have the policy learn on the device, if it does; policies of a pool share what they count."""
+        if self._learns_there():
+            self.policy.learn(outcome)
 
     def select(self, rows: int) -> tuple[Nodes, TokenTree]:
         """Return the nodes to verify, `rows` wide on a device, 0: as wide as the largest tree; and their tree."""
@@ -667,8 +675,12 @@ class CapturedDriver(EagerDriver):
             driver.follow(lane)
         self.make_ready(pairs[0][1].sampler.request)
         plans = [REST if driver.policy is None else driver.policy.plan() for _, driver in pairs]
-        for (lane, driver), plan in zip(pairs, plans, strict=True):
-            driver.plant(lane.root, drafts=not plan.rests)
+        self.plant_each(
+            {
+                driver: (lane.root, not plan.rests)
+                for (lane, driver), plan in zip(pairs, plans, strict=True)
+            }
+        )
         sent = self._start(0)
         sent.marks[-1].wait()
         records = dict(zip(self.texts, sent.record.view(len(self.texts), -1), strict=True))
@@ -713,6 +725,11 @@ class CapturedDriver(EagerDriver):
         if self.under_way is not None:
             self.under_way.fill_(1)
             self.frontier.live.fill_(drafts)
+
+    def plant_each(self, roots: Mapping["CapturedDriver", tuple[int, bool]]) -> None:
+        """Begin the trees of texts; roots: of each its token, and whether it may become more."""
+        for driver, (token, drafts) in roots.items():
+            driver.plant(token, drafts=drafts)
 
     def _start(self, number: int) -> Sent:
         """Launch a cycle."""
@@ -761,8 +778,12 @@ class JoinedDriver(CapturedDriver):
         super().__init__(first.target, first.drafter, first.policy)
         self.texts, self.branched = texts, False
         self._rows = cast(ModuleLane, first.target).joined
+        drafters = [text.drafter for text in texts if text.drafter is not None]
+        self._drafted = Located(drafters, self.tree.device)
         # by text: whether it is under way, and how many nodes there are to draft from, at first 1 where it may draft
         self._flags = torch.zeros(2, count, dtype=torch.int32, device=self.tree.device)
+        # by text: whether it is under way, its root, and whether it may draft
+        self._planted = torch.zeros(count, 3, dtype=torch.int64, device=self.tree.device)
         self.record = self.record.repeat(count)
         self._records = [
             torch.zeros_like(self.record, device="cpu", pin_memory=self.tree.device.type == "cuda")
@@ -785,50 +806,122 @@ class JoinedDriver(CapturedDriver):
         return [results[id(lane)] for lane in lanes]
 
     def make_ready(self, choice: Choice, *, whole: bool = True) -> None:
+        self.locate()
+        super().make_ready(choice, whole=whole)
+
+    def locate(self) -> None:
+        """Make room behind each text, and note where the caches lie."""
         for text in self.texts:
             text.reserve(len(text.target.tokens))
         self._rows.locate()
-        super().make_ready(choice, whole=whole)
+        self._drafted.locate()
 
     def reads(self) -> tuple[Tensor, ...]:
-        return self._rows.tables, *chain.from_iterable(text.reads() for text in self.texts)
+        texts = chain.from_iterable(text.reads() for text in self.texts)
+        return self._rows.located.tables, self._drafted.tables, *texts
+
+    def _of_each(self, function: Callable[..., T], *values: Sequence[Any]) -> list[T]:
+        """Run a function of each text, and of its values, side by side: one text's has nothing to do with others'."""
+        each = [
+            partial(function, *arguments) for arguments in zip(self.texts, *values, strict=True)
+        ]
+        return side_by_side(self.tree.device, each)
+
+    def _run_pass(self, rows: Sequence[Any]) -> None:
+        """Run the rows of a draft pass of all texts in one forward; of drafts whose rows stand alone there are none."""
+        if rows[0] is not None:
+            rows[0].model.run_lanes(rows, self._drafted.by_layer())
+
+    def plant_each(self, roots: Mapping[CapturedDriver, tuple[int, bool]]) -> None:
+        numbers = [
+            (1, *map(int, roots[text])) if text in roots else (0, 0, 0) for text in self.texts
+        ]
+        self._planted.copy_(sent(cast(Any, numbers), torch.int64, self.tree.device))
+        self._run("plant")
+
+    def run_plant(self) -> None:
+        """Begin the trees of all texts in one launch of the host, by the numbers that it has sent."""
+
+        def begin(text: CapturedDriver, numbers: Tensor) -> None:
+            text.tree.restart()
+            text.tree.tokens[:1].copy_(numbers[1:2])
+
+        self._flags.copy_(self._planted[:, ::2].t())
+        self._of_each(begin, self._planted)
 
     def run_first(self) -> None:
         drafts = self._flags[1].clone()
-        for text in self.texts:
-            text.run_first()
+        self._of_each(CapturedDriver.run_first)
         self._flags[1].mul_(drafts)
 
     def run_root(self) -> None:
-        drafts = [cast(RowDraft, text.drafter) for text in self.texts]
-        idle = []  # tokens of texts without a pass, which go on waiting
-        for text, draft in zip(self.texts, drafts, strict=True):
-            idle.append(draft.taken.masked_fill(text.frontier.live > 0, 0))
-            draft.taken.sub_(idle[-1])
-        run_pass([draft.ask(self.texts[n].tree, None) for n, draft in enumerate(drafts)])
-        for text, draft, waiting in zip(self.texts, drafts, idle, strict=True):
+        def ask(text: CapturedDriver) -> tuple[Any, Tensor]:
+            draft = cast(RowDraft, text.drafter)
+            # tokens of a text without a pass, which go on waiting
+            waiting = draft.taken.masked_fill(text.frontier.live > 0, 0)
+            draft.taken.sub_(waiting)
+            return draft.ask(text.tree, None), waiting
+
+        def go_on(text: CapturedDriver, waiting: Tensor) -> None:
             text.run_root()
-            draft.taken.add_(waiting)
+            cast(RowDraft, text.drafter).taken.add_(waiting)
+
+        rows, waiting = zip(*self._of_each(ask), strict=True)
+        self._run_pass(rows)
+        self._of_each(go_on, waiting)
 
     def run_level(self) -> None:
-        run_pass([cast(Any, text.drafter).ask(text.tree, text.frontier) for text in self.texts])
-        for text in self.texts:
-            text.run_level()
+        def ask(text: CapturedDriver) -> Any:
+            return cast(RowDraft, text.drafter).ask(text.tree, text.frontier)
 
-    def run_finish(self, rows: int = 0, *_: Any) -> None:
-        trees = [text.select(rows) for text in self.texts]
-        batch = [
-            cast(ModuleRows, cast(ModuleLane, text.target).ask(tree, greedy=False))
-            for text, (_, tree) in zip(self.texts, trees, strict=True)
-        ]
+        self._run_pass(self._of_each(ask))
+        self._of_each(CapturedDriver.run_level)
+
+    def run_finish(self, rows: int = 0) -> None:
+        def ask(text: CapturedDriver) -> tuple[Any, Nodes, TokenTree]:
+            nodes, verified = text.select(rows)
+            return cast(ModuleLane, text.target).ask(verified, greedy=False), nodes, verified
+
+        batch, *selected = zip(*self._of_each(ask), strict=True)
         for each in batch:  # whatever a text that is not under way was last asked for
             each.features = () if self.drafter is None else self.drafter.traits.features
-        self._rows.forward(batch, one_row=1 in (rows, self.budget))
-        for text, selected in zip(self.texts, trees, strict=True):
-            text.run_finish(rows, selected)
+        self._rows.forward(batch)
+        for text, outcome in zip(
+            self.texts, self._of_each(CapturedDriver.commit, *selected), strict=True
+        ):
+            text.learn_there(outcome)
+        self._of_each(lambda text: text.tree.restart())
         torch.cat([text.record for text in self.texts], out=self.record)
 
     run_plain = partialmethod(run_finish, 1)
+
+
+class Located:
+    """The caches of several targets or drafts, and the tables that say where they lie.
+
+    addresses: of the slabs when the tables were made, with the capacities, as one may take another's place
+    """
+
+    def __init__(self, owners: Sequence[Any], device: torch.device) -> None:
+        self._owners = owners
+        self.addresses = list[tuple[int, int]]()
+        self.tables = torch.zeros(0, dtype=torch.int64, device=device)
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        return [owner.cache.slab for owner in self._owners]
+
+    def locate(self) -> list[tuple[int, int]]:
+        """Make new tables where a slab was replaced; return the addresses."""
+        slabs = self.slabs
+        addresses = [(slab.data_ptr(), slab.shape[3]) for slab in slabs]
+        if addresses != self.addresses:
+            self.addresses, self.tables = addresses, ops.tables_of(slabs)
+        return addresses
+
+    def by_layer(self) -> list[ops.Slabs]:
+        """Return the slabs of each layer, once they are located."""
+        return ops.Slabs.by_layer(self.slabs, self.tables)
 
 
 class CapturedLanes:
@@ -849,9 +942,8 @@ class CapturedLanes:
         self._words = ops.own_bits(PADDED_ROWS, device).repeat(len(lanes), 1, 1)
         self._live = torch.ones(len(lanes), 1, dtype=torch.int32, device=device)
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        # addresses and capacities of all slabs: with which a capture failed, and of which the tables are
-        self._failed = self._addresses = list[tuple[int, int]]()
-        self.tables = self._one
+        self.located = Located(lanes, device)
+        self._failed = self.located.addresses  # with which a capture failed
         for lane in lanes:
             lane.joined = self
 
@@ -872,11 +964,11 @@ class CapturedLanes:
             with counted(lm):
                 logits, states = self.graphs.run(
                     f"lanes of {width} {features}",
-                    [*reads, self.tables],
+                    [*reads, self.located.tables],
                     partial(self.run, features, width),
                 )
         except CaptureError:
-            self._failed = self._addresses
+            self._failed = self.located.addresses
             lm.run_lanes(batch)
             return
         for rows in batch:
@@ -890,12 +982,7 @@ class CapturedLanes:
         """Make room for `width` rows of every lane; return where their slabs are, which `run` has to know."""
         for lane in self._lanes:
             lane.cache.reserve(len(lane.tokens) + width)
-        slabs = [lane.cache.slab for lane in self._lanes]
-        # with the capacities, as one may take another's place
-        addresses = [(slab.data_ptr(), slab.shape[3]) for slab in slabs]
-        if addresses != self._addresses:
-            self._addresses, self.tables = addresses, ops.tables_of(slabs)
-        return addresses
+        return self.located.locate()
 
     def run(self, features: tuple[int, ...], width: int = 1) -> tuple[Tensor, Tensor | None]:
         """Return logits and features of `width` rows of every lane, from the end of its cache on."""
@@ -912,20 +999,17 @@ class CapturedLanes:
                 lane.cache.filled,
                 self._one if width == 1 else self._live[place],
             )
+            rows.seen = rows.live
             batch.append(
                 ModuleRows(
                     lane.lm, rows.tokens, rows.positions, lane.cache, rows, features, rated=True
                 )
             )
-        return self.forward(batch, one_row=width == 1)
+        return self.forward(batch)
 
-    def forward(
-        self, batch: Sequence[ModuleRows], *, one_row: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run rows of every lane, with attention as one operation where each has `one_row`."""
-        caches = [rows.cache.slab for rows in batch]
-        slabs = ops.Slabs.by_layer(caches, self.tables) if one_row else ()
-        return self.weights_of.run_lanes(batch, slabs)
+    def forward(self, batch: Sequence[ModuleRows]) -> tuple[Tensor, Tensor | None]:
+        """Run as many rows of every lane, with attention as one operation."""
+        return self.weights_of.run_lanes(batch, self.located.by_layer())
 
     def _take(self, place: int, rows: ModuleRows) -> None:
         """Copy a tree to where the graphs read that of its lane."""
@@ -935,12 +1019,6 @@ class CapturedLanes:
             self._depths[place, :count].copy_(rows.positions - tree.slot)
             self._words[place, :count].copy_(tree.words)
         self._live[place].fill_(count)
-
-
-def run_pass(rows: Sequence[Any]) -> None:
-    """Run the rows of a draft pass of several texts in one forward; of drafts whose rows stand alone there are none."""
-    if rows[0] is not None:
-        rows[0].model.run_lanes(rows)
 
 
 def is_guided(source: Drafter | None) -> bool:

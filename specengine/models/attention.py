@@ -7,7 +7,7 @@ with sliding windows see the last tokens alone: they are masked by position, as 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -65,12 +65,50 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     )[None, None]
 
 
+class Lanes(NamedTuple):
+    """Hold what the rows of several texts see, as many of each, and where they are stored; fields as those of Rows.
+
+    words int64 [texts, rows, w]; prefix, live, seen int32 [texts]; slot int64 [texts].
+    """
+
+    words: Tensor
+    prefix: Tensor
+    live: Tensor
+    seen: Tensor
+    slot: Tensor
+
+    @classmethod
+    def of(cls, trees: Sequence[Any]) -> "Lanes | None":
+        """Return those of several texts' Rows; None where these differ in shape, have windows, or sum strictly."""
+        alike = len(trees) > 1 and all(
+            isinstance(rows, Rows)
+            and rows.words.shape == trees[0].words.shape
+            and rows.places is rows.paths is None
+            for rows in trees
+        )
+        if not alike:
+            return None
+        prefix, live, slot = (
+            torch.cat([getattr(rows, name) for rows in trees])
+            for name in ("prefix", "live", "slot")
+        )
+        follow = all(rows.seen is rows.live for rows in trees)
+        seen = live if follow else torch.cat([rows.seen for rows in trees])
+        return cls(torch.stack([rows.words for rows in trees]), prefix, live, seen, slot)
+
+    def attend(self, query: Tensor, slabs: Slabs, scale: float) -> Tensor:
+        """Attend from rows, [heads, texts * rows, head size], over caches that hold theirs too."""
+        return ops.lanes_attention(
+            query, slabs, self.words, self.prefix, self.live, self.seen, scale
+        )
+
+
 @dataclass(eq=False)
 class Joined:
     """Visibility of the rows of several texts, each over a cache of its own.
 
-    caches, trees, counts: of each text, the latter the number of its rows; slabs: by layer, where each has one row, so
-    that attention may be one operation; stored: keys and values in its cache of the layer that runs
+    caches, trees, counts: of each text, the latter the number of its rows; slabs: by layer, where attention may be one
+    operation; stored: keys and values in its cache of the layer that runs
     """
 
     caches: list[KVCache]
@@ -78,15 +116,6 @@ class Joined:
     counts: list[int]
     slabs: Sequence[Slabs] = ()
     stored: list[Any] = field(default_factory=list)
-
-    @property
-    def at_once(self) -> bool:
-        """Return whether one operation attends for several texts: `slabs` are there, and no layer slides."""
-        return (
-            bool(self.slabs)
-            and len(self.caches) > 1
-            and all(cast(Rows, rows).places is None for rows in self.trees)
-        )
 
 
 class NeedsDenseMask(Exception):

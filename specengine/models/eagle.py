@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specengine import ops
 from specengine.errors import require_input
 from specengine.models import SharedRows, fused
-from specengine.models.attention import Prompt, attend, note_places, prompt_mask
+from specengine.models.attention import Lanes, Prompt, attend, note_places, prompt_mask
 from specengine.models.configs import rope_of
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
@@ -583,8 +583,11 @@ class TorchHead(EagleRunner):
         self.run_lanes([batch])
         return batch.logits, batch.out
 
-    def run_lanes(self, batch: Sequence[HeadRows]) -> None:
-        """Run rows of several texts in one forward, each over the cache of its own head."""
+    def run_lanes(self, batch: Sequence[HeadRows], slabs: Sequence[ops.Slabs] = ()) -> None:
+        """Run rows of several texts in one forward, each over the cache of its own head.
+
+        slabs: those caches' by layer, where the attention of as many rows of each may be one operation.
+        """
         for each in batch:
             head, slot = each.model, each.rows.slot
             if len(head.reads[0]) < head.cache.capacity and ops.is_free(slot):
@@ -595,7 +598,7 @@ class TorchHead(EagleRunner):
         table = getattr(self._target, "table", None)  # none of a model whose weights are packed
         if self.config.own_embeddings:
             table = self.module.embed_tokens.weight
-        attends = _RowAttention(batch, self._window)
+        attends = _RowAttention(batch, self._window, slabs)
         if self._fused is not None and table is not None and table.dtype is self.dtype:
             recurrent, read = self._fused.run(batch, table, attends)
         else:
@@ -631,7 +634,7 @@ class TorchHead(EagleRunner):
         recurrent = self._runs(
             hidden[None], embeddings.to(self.dtype)[None], positions[None], attends
         )[0]
-        recurrent = fused.rated(recurrent, batch)
+        (recurrent,) = fused.rated(batch, recurrent)
         return recurrent, self._runs.readout(recurrent)
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -652,13 +655,25 @@ def _fits(head: EagleHead, device: torch.device) -> bool:
 
 
 class _RowAttention:
-    """Attention of rows, which rotates them and puts their keys and values where they belong, text by text."""
+    """Attention of rows, which rotates them and puts their keys and values where they belong."""
 
-    def __init__(self, batch: Sequence[HeadRows], window: int | None) -> None:
-        self._batch, self._window = batch, window
+    def __init__(
+        self, batch: Sequence[HeadRows], window: int | None, slabs: Sequence[ops.Slabs]
+    ) -> None:
+        self._batch, self._window, self._slabs = batch, window, slabs
+        self._lanes = Lanes.of([each.rows for each in batch]) if slabs else None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **norms: Any) -> Tensor:
         """Return [1, heads, rows, head size]; norms: of queries and keys, as in ops.Rotation."""
+        if self._lanes is not None:
+            longest = max(
+                (each.model for each in self._batch), key=lambda each: each.cache.capacity
+            )
+            positions = fused.joined([each.rows.positions for each in self._batch])
+            turn, slab = ops.Rotation(*longest.reads, **norms), self._slabs[0]
+            places = self._lanes.slot, self._lanes.live
+            turned = ops.rope_store(query[0], key[0], value[0], positions, turn, slab, *places)
+            return self._lanes.attend(turned, slab, query.shape[-1] ** -0.5)[None]
         counts = [len(each.rows) for each in self._batch]
         rows = (states[0].split(counts, 1) for states in (query, key, value))
         heads = [self._attend(*text, norms=norms) for text in zip(self._batch, *rows, strict=True)]

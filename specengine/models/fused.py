@@ -12,6 +12,7 @@ import copy
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,11 +22,18 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from specengine import ops
-from specengine.models.attention import Joined, Prompt, attend, tree_attention_forward
+from specengine.models.attention import (
+    Joined,
+    Lanes,
+    Prompt,
+    attend,
+    tree_attention_forward,
+)
 from specengine.models.configs import STEADY_ROPES
 from specengine.models.kv_cache import KVCache, Rows
 from specengine.models.twins import QuantizedLinear, is_changed
 from specengine.ops import Rotation, Slabs
+from specengine.ops.cuda_graphs import side_by_side
 
 DEVICES: tuple[str, ...] = ("cuda",)
 OPS = ("add_rms_norm", "rope_store", "silu_mul")
@@ -147,11 +155,11 @@ class _Layer:
 class _Place:
     """Where the rows of one forward stand: what they see, their slots in the cache, and their rotation.
 
-    slab: by layer; of several texts with a row each, with `live` slots that were filled before, Slabs
+    slab: by layer; of several texts whose rows are run at once Slabs, beside Lanes
     """
 
     slab: Tensor | Sequence[Slabs]
-    tree: Rows | Prompt | Joined
+    tree: Rows | Prompt | Lanes
     slot: Tensor
     live: Tensor
     end: int  # of a prompt
@@ -196,9 +204,15 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of the rows to keep, by default all, and the features of all, as CausalLM.forward does."""
         states = self._decoder.embed_tokens(tokens)
-        if isinstance(tree, Joined) and not (tree.at_once and self._steady):
+        if isinstance(tree, Joined):
+            lanes = Lanes.of(tree.trees) if tree.slabs and self._steady else None
             pieces = (rows.split(tree.counts) for rows in (states, positions))
-            places = [*map(self._place, *pieces, tree.caches, tree.trees)]
+            if lanes is None:
+                places = [*map(self._place, *pieces, tree.caches, tree.trees)]
+            else:
+                longest = max(tree.caches, key=lambda each: each.capacity)
+                tables = self._lasting_tables(states, longest)
+                places = [_Place(tree.slabs, lanes, lanes.slot, lanes.live, 0, positions, *tables)]
         else:
             places = [self._place(states, positions, cache, tree)]
         residual: Tensor | None = None
@@ -216,13 +230,9 @@ class Fused:
         return self._model.get_output_embeddings()(kept_states), selected_features
 
     def _place(
-        self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt | Joined
+        self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt
     ) -> _Place:
         rows, device = len(states), states.device
-        if isinstance(tree, Joined):
-            tables = self._lasting_tables(states, max(tree.caches, key=lambda each: each.capacity))
-            filled = torch.cat([each.filled for each in tree.caches])
-            return _Place(tree.slabs, tree, filled.long(), filled, 0, positions, *tables)
         if self._steady and isinstance(tree, Rows):
             tables = self._lasting_tables(states, cache)
             return _Place(cache.slab, tree, tree.slot, tree.live, 0, positions, *tables)
@@ -283,8 +293,8 @@ class Fused:
         turn = Rotation(place.cosines, place.sines, q_weight, k_weight, eps, stepwise=True)
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
-        if isinstance(slab, Slabs):
-            return ops.lanes_attention(query, slab, place.live, attention.scaling).transpose(0, 1)
+        if isinstance(place.tree, Lanes):
+            return place.tree.attend(query, slab, attention.scaling).transpose(0, 1)
         if isinstance(place.tree, Rows):
             return attend(
                 query, slab[0], slab[1], place.tree, attention.scaling, layer.window
@@ -361,7 +371,7 @@ class FusedHead:
         after = self._layer.post_attention_layernorm
         normed, total = ops.add_rms_norm(attended, residual, after.weight, after.eps)
         added = self._layer.mlp.down_proj(ops.silu_mul(*self._gates(normed)))
-        added, total = rated(added, batch), rated(total, batch)
+        added, total = rated(batch, added, total)
         if head.config.version == 1 or not (head.config.norm_recurrent or head.config.norm_logits):
             total = total + added
             return total, total
@@ -376,8 +386,9 @@ class FusedHead:
             fused = self._head.fc(joined(rows))
             return fused, fused
         first, second = self._layer.input_layernorm, self._layer.hidden_norm
-        weights = first.weight, second.weight
-        normed = [ops.gather_norms(*source, weights, first.eps) for source in sources]
+        norms = (first.weight, second.weight), first.eps
+        each = [partial(ops.gather_norms, *source, *norms) for source in sources]
+        normed = side_by_side(table.device, each)
         inputs, hidden = map(joined, zip(*normed, strict=True))
         return inputs, inputs.chunk(2, -1)[1] if self._layer.norm_before_residual else hidden
 
@@ -387,16 +398,20 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
-def rated(states: Tensor, batch: Sequence[Any]) -> Tensor:
-    """Return the rows of HeadRows whose results are used."""
+def rated(batch: Sequence[Any], *states: Tensor) -> Sequence[Tensor]:
+    """Return the rows of HeadRows whose results are used, of each of some states."""
     if all(each.one is None for each in batch):
         return states
-    parts = states.split([len(each.rows) for each in batch])
-    picked = [
-        rows if each.one is None else rows.index_select(0, each.one)
-        for rows, each in zip(parts, batch, strict=True)
-    ]
-    return joined(picked)
+    places, end = list[Tensor](), 0
+    for each in batch:
+        first, end = end, end + len(each.rows)
+        every = each.rows.positions
+        if each.one is None:
+            places.append(torch.arange(first, end, device=every.device, dtype=torch.int64))
+        else:
+            places.append(each.one + first if first else each.one)
+    index = joined(places)
+    return [rows.index_select(0, index) for rows in states]
 
 
 def _window(attention: nn.Module) -> int | None:

@@ -557,8 +557,8 @@ class CausalLM:
     ) -> tuple[Tensor, Tensor | None]:
         """Run rows of several texts in one forward, and fill their results. Caches are the texts' own.
 
-        slabs: by layer, where each text has one row, and its logits are wanted. Returns the logits of all that want
-        them, and the features of all.
+        slabs: by layer, where each text has as many rows, and their logits are wanted. Returns the logits of all that
+        want them, and the features of all.
         """
         batch = sorted(batch, key=lambda rows: rows.rated)  # logits are those of the last rows
         counts = [len(rows.tokens) for rows in batch]

@@ -327,9 +327,10 @@ INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
     ],
     "lanes_attention": lambda device: [
         (
-            _rows(device)[0][:, :2],
+            _rows(device)[0][:, :4],
             _slabs([_wave(device, 2, HEADS // 2, slots, SIZE) for slots in (64, 32)]),
-            _whole(device, 50, 7).int(),
+            _tree(device, 5)[5][:4].view(2, 2, 1),
+            *(_whole(device, *numbers).int() for numbers in ((50, 7), (1, 2), (2, 3))),
             SIZE**-0.5,
         )
     ],

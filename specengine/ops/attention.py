@@ -42,7 +42,7 @@ class Rotation(NamedTuple):
 
 
 class Slabs(NamedTuple):
-    """Caches of several texts on one device, of which each row has its own.
+    """Caches of several texts on one device. Rows over them are as many of each text, those of the first one first.
 
     each   [2, Hkv, capacity, D], of keys and of values, as part of a dense tensor; capacities differ
     table  int64 [n, 2], of each how many numbers after the longest one it begins, and the numbers of a head
@@ -197,24 +197,40 @@ def cached_attention(
 
 
 @op
-def lanes_attention(query: Tensor, slabs: Slabs, filled: Tensor, scale: float) -> Tensor:
-    """Return attention of one row of each text over its own cache: its first `filled` slots, and the one after them.
+def lanes_attention(
+    query: Tensor,
+    slabs: Slabs,
+    words: Tensor,
+    prefix: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return attention of rows of n texts, as many of each, each over its own cache, as `cached_attention` has it.
 
-    query: [Hq, n, D]; filled: int32 [n]. Returns [Hq, n, D]. The contents of other slots, NaN too, change nothing. No
+    query: [Hq, n * rows, D]; words: int64 [n, rows, w]; prefix, live, seen: int32 [n]. Returns [Hq, n * rows, D]. No
     host read, so it can be captured.
     """
     for slab in slabs.each:
         _require_heads(query, slab[0], slab[1])
-    rows = query.shape[1]
-    require(f"table: int64 [{rows}, 2]; filled: int32 [{rows}]", slabs.table, filled)
+    texts = len(slabs.each)
+    require(
+        f"table: int64 [{texts}, 2]; words: int64 [{texts}, {query.shape[1] // texts}, words]; "
+        f"prefix: int32 [{texts}]; live: int32 [{texts}]; seen: int32 [{texts}]",
+        slabs.table,
+        words,
+        prefix,
+        live,
+        seen,
+    )
     if run := kernels.lanes_attention[query.device]:
-        return run(query, slabs, filled, scale)
-    one = torch.ones(1, dtype=torch.int32, device=query.device)
-    texts = zip(query.split(1, 1), slabs.each, filled.split(1), strict=True)
+        return run(query, slabs, words, prefix, live, seen, scale)
+    counts = zip(*(count.split(1) for count in (prefix, live, seen)), strict=True)
+    each = zip(query.chunk(texts, 1), slabs.each, words, counts, strict=True)
     return torch.cat(
         [
-            cached_attention(row, slab[0], slab[1], one.long()[None], length, one, one, scale)
-            for row, slab, length in texts
+            cached_attention(rows, slab[0], slab[1], bits, *numbers, scale)
+            for rows, slab, bits, numbers in each
         ],
         1,
     )
@@ -233,7 +249,7 @@ def rope_store(
 ) -> Tensor:
     """Return the queries rotated by their positions; store rotated keys and values in the slots from `slot` on.
 
-    Of Slabs each row goes to slot[i], int64 [n], of its own; live is then int32 [n], and says nothing.
+    Of Slabs `slot` and `live` have a number for each text.
 
     query: [Hq, n, D]; key, value: [Hkv, n, D]; slab: [2, Hkv, capacity, D], of keys and of values, one floating dtype.
     positions: int64 [n]; tables: cosines and sines, float32 [positions, D / 2]; slot: int64 [1]; live: int32 [1]; all
@@ -271,7 +287,7 @@ def rope_store(
     refuse_unless(
         (positions.dtype, slot.dtype, live.dtype) == (torch.int64, torch.int64, torch.int32),
         "positions, slot, live",
-        "int64 [n], int64 [1], int32 [1]",
+        "int64 [n], int64 [1] and int32 [1], of Slabs [texts]",
         positions,
         slot,
         live,
@@ -299,11 +315,10 @@ def rope_store(
             states.dtype
         )
 
-    slots, stored = slot, torch.stack((rotated(key), value))
-    if not isinstance(slab, Slabs):
-        slots = slot + torch.arange(rows, device=slot.device, dtype=torch.int64)
+    stored = torch.stack((rotated(key), value))
+    places = torch.arange(rows // len(slabs), device=slot.device, dtype=torch.int64)
     for one, into, states in zip(
-        slabs, slots.chunk(len(slabs)), stored.chunk(len(slabs), 2), strict=True
+        slabs, slot[:, None] + places, stored.chunk(len(slabs), 2), strict=True
     ):
         one.index_copy_(2, into, states)
     return rotated(query)

@@ -244,6 +244,29 @@ def only_if(flag: Tensor) -> Iterator[None]:
         graph.end_capture_to_conditional_node()
 
 
+def side_by_side(device: torch.device, functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Run functions of which none reads what another one writes, and return their results.
+
+    In a capture each has a stream, so that they become branches, and a replay takes as long as the longest one.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return [function() for function in functions]
+    current, results = torch.cuda.current_stream(), []
+    for stream, function in zip(streams(device, len(functions)), functions, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            results.append(function())
+    for stream in streams(device, len(functions)):
+        current.wait_stream(stream)
+    return results
+
+
+@cache
+def streams(device: torch.device, count: int) -> list[Any]:
+    """Return streams of the device for `side_by_side`, always the same ones, as each has memory of its own."""
+    return [torch.cuda.Stream(device) for _ in range(count)]
+
+
 def _signature(reads: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in reads)
 

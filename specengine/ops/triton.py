@@ -303,31 +303,35 @@ def _cached_attention(
     )[0].transpose(0, 1)
 
 
-def lanes_attention(query: Tensor, slabs: Slabs, filled: Tensor, scale: float) -> Tensor:
-    caches = longest(slabs.each)
+def lanes_attention(
+    query: Tensor,
+    slabs: Slabs,
+    words: Tensor,
+    prefix: Tensor,
+    live: Tensor,
+    seen: Tensor,
+    scale: float,
+) -> Tensor:
+    texts, caches = len(slabs.each), longest(slabs.each)
     if not _takes("cached_attention", query, caches[0], caches[1], scale):
-        return by_meaning(attention.lanes_attention, query, slabs, filled, scale)
-    words, one = _one_node(len(filled), query.device)
-    keys, values = (cache[None].expand(len(filled), -1, -1, -1) for cache in caches)
-    return attention_kernel.tree_attention(
-        query.transpose(0, 1)[:, None],
-        keys,
-        values,
-        words,
-        filled,
-        one,
-        one,
-        table=slabs.table,
-        scale=scale,
-        upcast=INTERPRETED,
-    )[:, 0].transpose(0, 1)
-
-
-@cache
-def _one_node(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return words that name one node for each row, int64 [rows, 1, 1], and its number, int32 [rows]."""
-    ones = torch.ones(rows, dtype=torch.int32, device=device)
-    return ones.long()[:, None, None], ones
+        return by_meaning(attention.lanes_attention, query, slabs, words, prefix, live, seen, scale)
+    keys, values = (cache[None].expand(texts, -1, -1, -1) for cache in caches)
+    return (
+        attention_kernel.tree_attention(
+            query.transpose(0, 1).unflatten(0, (texts, -1)),
+            keys,
+            values,
+            words,
+            prefix,
+            live,
+            seen,
+            table=slabs.table,
+            scale=scale,
+            upcast=INTERPRETED,
+        )
+        .flatten(0, 1)
+        .transpose(0, 1)
+    )
 
 
 def strict_cached_attention(

@@ -3,9 +3,10 @@
 Launches: by policy those of root, level and the rest (verification, walk, commit) of a bfloat16 target of LAYERS layers
 behind an EAGLE-3 head, and those that a further layer adds; `lanes` has those of a plain row of each of so many texts,
 `trees of lanes` those of TREE_ROWS rows, and `a layer of` these what a layer adds; `auto of lanes` has those of cycles
-of TEXTS texts. Views and uninitialised memory do not count. With kernels, the meaning of a served op runs in its place,
-and as many launches count as its launcher makes for the same arguments: kernels, and torch's operations that prepare
-them. `ops` has these, the most of a call.
+of TEXTS texts, and `chains of lanes` how many of them wait for each other, as texts have branches of their own. Views
+and uninitialised memory do not count. With kernels, the meaning of a served op runs in its place, and as many launches
+count as its launcher makes for the same arguments: kernels, and torch's operations that prepare them. `ops` has these,
+the most of a call.
 
 Prompts: what the host launches to run PROMPT, eagerly and as a tree.
 
@@ -184,14 +185,14 @@ class StandIns:
     def _of(self, name: str) -> Any:
         def run(*given: Any) -> Any:
             if torch.cuda.is_current_stream_capturing():
-                launches = self.count(name, given)
+                launches = pretended.Branching.capturing.weight = self.count(name, given)
                 self.more += launches - 1
                 self.most[name] = max(self.most.get(name, 0), launches)
             if name != "best_candidates":
                 found = ops.by_meaning(ops.OPS[name], *given)
                 if name == "grow_likely":
                     return in_place(found, given[2])
-                return rows_first(found) if name.endswith("cached_attention") else found
+                return rows_first(found) if name.endswith("attention") else found
             limit, log_gate, bound, normalized = given[4:]
             numbers = {
                 "limit": limit,
@@ -210,8 +211,10 @@ def counted(
     layers: int = LAYERS,
     parts: tuple[str, ...] = PARTS[1:],
     texts: int = 1,
+    chains: dict[str, int] | None = None,
 ) -> dict[str, int]:
-    """Launches of each function of a cycle, by its capture; most: gets those of a call, by op; texts: of a pool."""
+    """Launches of each function of a cycle, by its capture; most: gets those of a call, by op; texts: of a pool;
+    chains: gets how many wait for each other."""
     found = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as device:
         stand_ins = StandIns(device.enter_context(launchers()))
@@ -230,7 +233,9 @@ def counted(
             one.drafter.taken.fill_(1)  # type: ignore[union-attr]
         driver = engines[0].drivers.own.captured
         assert driver is not None
-        driver = driver.joined or driver
+        if driver.joined is not None:
+            driver = driver.joined
+            driver.locate()
         for part in parts:
             function = getattr(driver, f"run_{part}")
             function()  # what is made on first use is not part of a graph
@@ -239,6 +244,8 @@ def counted(
             with torch.cuda.graph(graph):
                 function()
             found[part] = sum(graph.launches.values()) + stand_ins.more  # type: ignore[attr-defined]
+            if chains is not None:
+                chains[part] = graph.chain  # type: ignore[attr-defined]
     for name, count in stand_ins.most.items():
         most[name] = max(most.get(name, 0), count)
     return found
@@ -246,7 +253,7 @@ def counted(
 
 def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
     """Launches by policy, those that a layer adds, and those of a call of each served op."""
-    most = dict[str, int]()
+    most, chains = dict[str, int](), dict[str, int]()
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, backend)
         counts = {
@@ -263,7 +270,8 @@ def table(backend: str, names: tuple[str, ...] = NAMES) -> Counts:
             | (
                 {
                     **lanes(),
-                    "auto of lanes": counted("auto", {}, parts=PARTS, texts=TEXTS),
+                    "auto of lanes": counted("auto", {}, parts=PARTS, texts=TEXTS, chains=chains),
+                    "chains of lanes": chains,
                     "ops": dict(sorted(most.items())),
                 }
                 if most

@@ -6,6 +6,7 @@ with, after all memory that the graph made has been filled with garbage, and wha
 graphs: a later capture may have been given that. So it shows
 
 a number of the host        it is what it was at the capture
+an order that is not kept   of streams that did not wait for each other the later one runs first
 a read by the host, a copy  Refused while capturing; so are operations across devices
 memory that is not kept     Refused by the replay, where it was made outside, or by another graph, and freed since
 
@@ -16,6 +17,7 @@ What a backend attaches to an op is one operation, whatever is inside.
 
 from __future__ import annotations
 
+import heapq
 import time
 import warnings
 import weakref
@@ -204,12 +206,15 @@ class Pool:
 
 @dataclass(eq=False)
 class Graph:
-    """A stand-in for torch.cuda.CUDAGraph. launches: kernels of one replay by name; fresh: none of its pool's others
-    has been replayed since; clock: that a replay lets pass."""
+    """A stand-in for torch.cuda.CUDAGraph. launches: kernels of one replay by name; chain: those that wait for each
+    other, at most; weight: of the next one, if it stands for several; fresh: none of its pool's others has been
+    replayed since; clock: that a replay lets pass; ends: by stream, what comes next there waits for these steps."""
 
     keep_graph: bool = False
     clock: Clock | None = None
     launches: Counter[str] = field(default_factory=Counter)
+    weight: int = 1
+    ends: dict[Any, frozenset[int]] = field(default_factory=dict)
     pool: Pool = field(default_factory=Pool)
     fresh: bool = True
     uses: Counter[int] = field(default_factory=Counter)  # of memory, by its address
@@ -217,6 +222,43 @@ class Graph:
     _own: dict[int, Tensor] = field(default_factory=dict)
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _outer: list[list[Any]] = field(default_factory=list)  # steps around the part under way
+    _waits: list[tuple[frozenset[int], int]] = field(
+        default_factory=list
+    )  # of each step, and its weight
+
+    @property
+    def chain(self) -> int:
+        lengths: list[int] = []
+        for before, weight in self._waits:
+            lengths.append(weight + max((lengths[step] for step in before), default=0))
+        return max(lengths, default=0)
+
+    def order(self, stream: Any) -> None:
+        """Run the steps in another order than that of the capture, as far as they wait for no other.
+
+        stream: of the capture, which must have waited for all others.
+        """
+        waited = self.ends.get(stream, frozenset()).union(*(before for before, _ in self._waits))
+        if len(waited) < len(self._waits):
+            raise Refused("capturing stream has unjoined work")
+        if len(self.ends) < 2:
+            return
+        followers: dict[int, list[int]] = {}
+        missing = [len(before) for before, _ in self._waits]
+        for step, (before, _) in enumerate(self._waits):
+            for one in before:
+                followers.setdefault(one, []).append(step)
+        ready = [-step for step, count in enumerate(missing) if not count]
+        heapq.heapify(ready)
+        ordered = []
+        while ready:
+            step = -heapq.heappop(ready)
+            ordered.append(self._steps[step])
+            for one in followers.get(step, ()):
+                missing[one] -= 1
+                if not missing[one]:
+                    heapq.heappush(ready, -one)
+        self._steps = ordered
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._own
@@ -239,7 +281,12 @@ class Graph:
             self._before[address(tensor)] = whole(tensor), whole(tensor).clone()
 
     def record(
-        self, name: str, function: Callable[..., Any], given: Any, made: list[Tensor]
+        self,
+        name: str,
+        function: Callable[..., Any],
+        given: Any,
+        made: list[Tensor],
+        stream: Any,
     ) -> None:
         def frozen(part: Any) -> Any:
             if isinstance(part, OnDevice):
@@ -251,6 +298,9 @@ class Graph:
             self._own[address(tensor)] = whole(tensor)
         if name not in UNWRITTEN:
             self.launches[name] += 1
+            self._waits.append((self.ends.get(stream, frozenset()), self.weight))
+            self.ends[stream] = frozenset([len(self._waits) - 1])
+            self.weight = 1
             self._steps.append((function, step, [Kept(tensor, self) for tensor in made]))
 
     def undo(self) -> None:
@@ -460,7 +510,7 @@ class Device(TorchDispatchMode):
             inside = {address(part) for part in of_class(Tensor, given)}
             views = bool(results) and all(address(part) in inside for part in results)
             if opaque or not views:
-                graph.record(name, function, (args, kwargs), results)
+                graph.record(name, function, (args, kwargs), results, self.stream)
 
         def there(part: Any) -> Any:
             if not on or not isinstance(part, Tensor):
@@ -501,7 +551,12 @@ def _aside() -> Iterator[None]:
 class Stream:
     cuda_stream = 0
 
-    def wait_stream(self, other: Any) -> None: ...
+    def __init__(self, device: Any = None) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None:
+        if (graph := Branching.capturing) is not None:
+            both = (graph.ends.get(stream, frozenset()) for stream in (self, other))
+            graph.ends[self] = frozenset().union(*both)
 
 
 class Event:
@@ -566,13 +621,14 @@ def cuda(clock: Clock | None = None, *, branches: bool = False) -> Iterator[Devi
     def graph(into: Graph, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
         into.pool, into.clock = pool or into.pool, clock
         into.pool.add(into)
-        before, device.stream = device.stream, stream
+        before, device.stream = device.stream, stream or Stream()
         device.capturing = Branching.capturing = into  # type: ignore[assignment]
         try:
             yield
         except BaseException as error:  # as torch does: the stream stays entered
             raise Refused("operation failed due to a previous error during capture") from error
         else:
+            into.order(device.stream)
             device.stream = before
         finally:
             device.capturing = Branching.capturing = None

@@ -353,17 +353,18 @@ def enter(width: int, channels: int, dtype: str) -> None:
 
 def rope(rows: int, groups: int, size: int, dtype: str, way: str = "") -> None:
     """way: `` for heads, `stepwise` for layers of a target, `normed` where those norm queries and keys, `texts` where
-    each row has a cache of its own."""
+    each of a few texts has a cache of its own."""
     kind, kv_heads = getattr(torch, dtype), 8
     query, key = (
         torch.empty(rows, heads, size, dtype=kind) for heads in (groups * kv_heads, kv_heads)
     )
     table, cache = torch.empty(4096, size // 2), torch.empty(kv_heads, 4096, size, dtype=kind)
-    numbers = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    texts = min(rows, 4) if way == "texts" else 1
+    numbers = torch.empty(texts, dtype=torch.int64), torch.empty(texts, dtype=torch.int32)
     positions = torch.empty(rows, dtype=torch.int64)
     norms = [torch.empty(size, dtype=kind) for _ in range(2)] if way == "normed" else [None, None]
     places = positions, table, table, cache, cache, *numbers
-    table = torch.empty(rows, 2, dtype=torch.int64) if way == "texts" else None
+    table = torch.empty(texts, 2, dtype=torch.int64) if texts > 1 else None
     rope_store.rope_store(query, key, key, *places, *norms, 1e-5, stepwise=bool(way), table=table)
 
 

@@ -515,13 +515,17 @@ def test_rope_store() -> None:
             ops.rope_store(*given_all[:4], wrong, slabs[0], *numbers)
 
 
-def test_rows_of_several_texts() -> None:
-    """Caches of several lengths, with NaN where nothing was written: what the meanings give, by text."""
-    query, both = normal(6, 3, 16), normal(2, 3, 2, 16, seed=1)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_of_several_texts(rows: int) -> None:
+    """Trees over caches of several lengths, with NaN where nothing was written: what the meanings give, by text."""
+    query, both = normal(6, 3 * rows, 16), normal(2, 3 * rows, 2, 16, seed=1)
     key, value = both[:, :, 0], both[:, :, 1]
     filled = torch.tensor([7, 0, 20], dtype=torch.int32, device=DEVICE)
+    live = torch.tensor([rows, 1, max(1, rows - 1)], dtype=torch.int32, device=DEVICE)
+    words = torch.stack([toy.random_tree(seed, rows, 9).ancestors for seed in range(3)]).to(DEVICE)
+    positions = (filled.long()[:, None] + torch.arange(rows, device=DEVICE)).flatten()
     angles = normal(30, 8, seed=2)
-    caches = [normal(2, 2, 2, slots, 16, seed=slots) for slots in (8, 16, 32)]
+    caches = [normal(2, 2, 2, slots, 16, seed=slots) for slots in (11, 16, 32)]
     for cache, count in zip(caches, filled.tolist(), strict=True):
         cache[..., count:, :] = math.nan
     results = []
@@ -530,25 +534,29 @@ def test_rows_of_several_texts() -> None:
         slabs = ops.Slabs.by_layer(copies, ops.tables_of(copies))[1]
         tables = angles.cos(), angles.sin()
         turned = run(
-            ops.rope_store, query, key, value, filled.long(), tables, slabs, filled.long(), filled
+            ops.rope_store, query, key, value, positions, tables, slabs, filled.long(), live
         )
-        attended = run(ops.lanes_attention, turned, slabs, filled, 0.25)
+        attended = run(ops.lanes_attention, turned, slabs, words, filled, live, live, 0.25)
+        for copy, first, count in zip(copies, filled.tolist(), live.tolist(), strict=True):
+            copy[..., first + count : first + rows, :] = math.nan  # padding may be stored
         assert torch.equal(copies[0][0].nan_to_num(), caches[0][0].nan_to_num())  # another layer
         results.append([turned, attended, *copies])
     for ours, meant in zip(*results, strict=True):
         torch.testing.assert_close(ours, meant, equal_nan=True)
     assert results[0][1].isfinite().all()
-    for row, (slab, count) in enumerate(zip(slabs.each, filled.tolist(), strict=True)):
-        alone = ops.tree_attention(
-            turned[:, row : row + 1], slab[0][:, : count + 1], slab[1][:, : count + 1], None, 0.25
-        )
-        torch.testing.assert_close(attended[:, row : row + 1], alone)
-    with pytest.raises(InputError, match="table"):
-        ops.lanes_attention(query[:, :2], slabs, filled[:2], 0.25)
+    for text, (slab, first, count) in enumerate(
+        zip(slabs.each, filled.tolist(), live.tolist(), strict=True)
+    ):
+        mask = torch.ones(count, first + count, dtype=torch.bool, device=DEVICE)
+        mask[:, first:] = ops.tree_mask(words[text, :count], count)
+        own = slice(text * rows, text * rows + count)
+        ends = (part[:, : first + count] for part in slab)
+        alone = ops.tree_attention(turned[:, own], *ends, mask, 0.25)
+        torch.testing.assert_close(attended[:, own], alone)
+    with pytest.raises(InputError, match="prefix"):
+        ops.lanes_attention(query, slabs, words, filled[:2], live, live, 0.25)
     with pytest.raises(InputError, match="slab"):
-        ops.rope_store(
-            query, key[:1], value[:1], filled.long(), tables, slabs, filled.long(), filled
-        )
+        ops.rope_store(query, key[:1], value[:1], positions, tables, slabs, filled.long(), live)
 
 
 def test_parts_of_a_layer() -> None:

@@ -185,13 +185,15 @@ def test_it_rotates_as_the_draft_heads_do() -> None:
     torch.testing.assert_close(cache[0][:, 1:4].cpu(), rotate(key.transpose(0, 1), rotation))
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", list(TOLERANCE))
-def test_rows_of_caches_that_lie_anywhere(kind: torch.dtype) -> None:
-    """Each row has the bits that it has alone, in the slot of its own cache, and nothing else changes."""
-    rows, tables, *_ = rows_of(kind, 32)
-    query, key, value = (part[:3] for part in rows)
-    positions, slots = (torch.tensor(numbers, device=DEVICE) for numbers in ([9, 2, 5], [4, 2, 7]))
-    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+def test_rows_of_caches_that_lie_anywhere(kind: torch.dtype, count: int) -> None:
+    """Rows of a text have the bits that they have alone, in slots of its own cache, and nothing else changes."""
+    query, key, value = (normal(3 * count, n, 32, seed=n, kind=kind) for n in (6, 2, 2))
+    _, tables, *_ = rows_of(kind, 32)
+    positions = torch.tensor([9, 2, 5, 7, 1, 20, 3, 4, 11], device=DEVICE)[: 3 * count]
+    slots = torch.tensor([4, 2, 7], device=DEVICE)
+    live = torch.tensor([1, 2, 3], dtype=torch.int32, device=DEVICE)
     slabs = [
         torch.full((2, key.shape[1], capacity, 32), POISON, dtype=kind, device=DEVICE)
         for capacity in (16, 8, 24)
@@ -199,25 +201,27 @@ def test_rows_of_caches_that_lie_anywhere(kind: torch.dtype) -> None:
     wanted = [slab.clone() for slab in slabs]
     alone = [
         rope_store(
-            *(part[row : row + 1] for part in (query, key, value, positions)),
+            *(part[text * count : (text + 1) * count] for part in (query, key, value, positions)),
             *tables,
-            wanted[row][0],
-            wanted[row][1],
-            slots[row : row + 1],
-            one,
+            wanted[text][0],
+            wanted[text][1],
+            slots[text : text + 1],
+            live[text : text + 1],
         )
-        for row in range(3)
+        for text in range(3)
     ]
     longest = slabs[2]
     table = torch.tensor(
         [[(slab.data_ptr() - longest.data_ptr()) // slab.element_size(), slab.stride(1)] for slab in slabs],
         device=DEVICE,
     )  # fmt: skip
-    given_all = query, key, value, positions, *tables, longest[0], longest[1], slots, one
+    given_all = query, key, value, positions, *tables, longest[0], longest[1], slots, live
     assert torch.equal(rope_store(*given_all, table=table), torch.cat(alone))
     assert all(map(torch.equal, slabs, wanted))
     with pytest.raises(ValueError, match=r"table: int64 \[3, 2\]"):
         rope_store(*given_all, table=table.int())
+    with pytest.raises(ValueError, match="one number for each text"):
+        rope_store(*given_all[:-1], live[:2], table=table)
 
 
 def test_a_wrong_position_is_seen() -> None:
