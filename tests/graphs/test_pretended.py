@@ -280,6 +280,57 @@ def test_fresh_memory_is_garbage() -> None:
         assert run().view(torch.uint8).eq(pretended.GARBAGE).all()
 
 
+def test_branches_of_a_graph_run_in_another_order() -> None:
+    """The last one first, so that one which reads what another writes is seen; what follows waits for all."""
+    with pretended.cuda():
+        values, total = torch.zeros(3, device=CUDA), torch.zeros(1, device=CUDA)
+
+        def count(place: int) -> None:
+            total.add_(1)
+            values[place].copy_(total[0])
+
+        def apart() -> Tensor:
+            total.zero_()
+            graphs.side_by_side(CUDA, [lambda i=i: values[i].copy_(total[0] + i) for i in range(3)])
+            return values.sum(0, keepdim=True)
+
+        def mixed() -> Tensor:
+            total.zero_()
+            graphs.side_by_side(CUDA, [lambda i=i: count(i) for i in range(3)])
+            return values.clone()
+
+        assert graph_of(apart)().tolist() == [3.0]
+        assert graph_of(mixed)().tolist() == [3.0, 2.0, 1.0]
+        mixed()  # not in a capture
+        assert values.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_branches_are_counted_by_the_longest() -> None:
+    with pretended.cuda():
+        rows = torch.zeros(3, 2, device=CUDA)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            rows.add_(1)
+            graphs.side_by_side(CUDA, [lambda: rows[0].add_(1).add_(1), lambda: rows[1].add_(1)])
+            rows.sum()
+        assert sum(graph.launches.values()) == 5  # type: ignore[attr-defined]
+        assert graph.chain == 4  # type: ignore[attr-defined]
+
+
+def test_a_branch_that_nobody_waits_for_is_refused() -> None:
+    with pretended.cuda():
+        numbers, stream = torch.zeros(2, device=CUDA), torch.cuda.Stream()
+
+        def lost() -> None:
+            numbers.add_(1)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                numbers.add_(1)
+
+        with pytest.raises(graphs.CaptureError, match="unjoined work"):
+            graph_of(lost)()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_workspaces_of_products_are_made_within_each_capture(
     fails: bool, monkeypatch: pytest.MonkeyPatch
