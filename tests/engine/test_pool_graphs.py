@@ -71,7 +71,7 @@ def test_answers_are_those_given_alone(policy: str, options: dict[str, Any]) -> 
     assert sum(result.stats.num_draft_passes for result in results) > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_cycles_are_those_of_an_engine_alone(family: str) -> None:
     """As many, with as many accepted tokens: drafts lose nothing beside others."""
     asked = prompts(4)
@@ -133,7 +133,7 @@ def test_a_text_that_is_not_under_way_stays_as_it_is() -> None:
             assert same is masked
 
 
-@pytest.mark.parametrize("policy", [None, "plain"])
+@pytest.mark.parametrize("policy", [None, pytest.param("plain", marks=pytest.mark.slow)])
 def test_texts_that_never_began_are_no_hindrance(policy: str | None) -> None:
     """Nor one that decodes plainly, and whose target is asked for no hidden states."""
     asked = prompts(3)
@@ -185,7 +185,7 @@ def test_drafts_whose_rows_stand_alone_are_in_the_graph() -> None:
         assert result.stats.num_spec_steps < ANSWER["max_new_tokens"] - 2
 
 
-@pytest.mark.parametrize("failing", [0, 4])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_capture_that_fails_leaves_the_answers(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +231,7 @@ def test_a_policy_named_by_a_call_runs_beside_the_others() -> None:
         assert [stream.run().token_ids for stream in streams] == expected
 
 
+@pytest.mark.slow
 def test_graphs_are_captured_once_for_a_way_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     captures, capture = list[Any](), Graphs._capture
 

@@ -50,9 +50,17 @@ def test_goals_stay_reached() -> None:
         )
 
 
-def test_a_layer_of_several_texts_launches_what_one_text_does() -> None:
-    alone, together = KNOWN["kernels"]["a layer of lanes"].values()
+@pytest.mark.parametrize("rows", ["lanes", "trees of lanes"])
+def test_a_layer_of_several_texts_launches_what_one_text_does(rows: str) -> None:
+    alone, together = KNOWN["kernels"][f"a layer of {rows}"].values()
     assert together <= alone
+
+
+def test_texts_of_a_pool_wait_for_each_other_little() -> None:
+    """Behind each other come joined rows, and what texts learn in common; else each has a branch."""
+    alone, chains = (KNOWN["kernels"][name] for name in ("auto", "chains of lanes"))
+    assert all(chains[part] <= alone[part] + 20 for part in launches.PARTS)
+    assert all(3 * chains[part] <= 8 * alone[part] for part in launches.PARTS)
 
 
 def test_a_short_prompt_launches_no_more_than_the_table_says() -> None:
@@ -99,7 +107,7 @@ def test_trees_that_grow_in_graphs_wait_for_their_passes_and_their_record_alone(
 
 
 def test_the_table_has_every_way() -> None:
-    assert list(KNOWN["kernels"])[:-7] == list(KNOWN["meanings"])[:-1] == list(launches.NAMES)
+    assert list(KNOWN["kernels"])[:-8] == list(KNOWN["meanings"])[:-1] == list(launches.NAMES)
     wanted = [
         f"{p}, {d}, {s}"
         for p in launches.NAMES[:2]

@@ -92,7 +92,7 @@ def test_int8_answers_as_plain_decoding(tmp_path: Path) -> None:
     assert lm.modules == "fused, merged products"
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q5_0"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", pytest.param("q5_0", marks=pytest.mark.slow)])
 def test_blocks_of_a_file(kind: str, tmp_path: Path) -> None:
     """They give what the file's numbers give, unpacked."""
     path = write_model(tmp_path / "model.gguf", "qwen2", kind=kind)
