@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specengine import Engine
+from specengine import Engine, ops
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import Pool
 from specengine.engine.captured import CapturedDriver
@@ -131,6 +132,34 @@ def test_a_text_that_is_not_under_way_stays_as_it_is() -> None:
                 joined._run(name)
             same = all(map(torch.equal, before, state(parts[1])))
             assert same is masked
+
+
+@pytest.mark.parametrize(("family", "at_once"), [("llama", True), ("mistral", False)])
+@torch.inference_mode()
+def test_attention_of_all_trees_is_one_operation(
+    family: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the head's rows, and of the target's where no layer slides."""
+    calls = Counter[str]()
+    with pretended.cuda():
+        pool = pool_of("eagle", 3, family)
+        joined = drivers(pool)[0].joined
+        joined.locate()
+        for name in ("lanes_attention", "cached_attention"):
+            attend = getattr(ops, name)
+
+            def counted(*given: Any, name: str = name, attend: Any = attend) -> Tensor:
+                calls[name] += 1
+                return attend(*given)
+
+            monkeypatch.setattr(ops, name, counted)
+        joined.run_root()
+        joined.run_level()
+        assert calls == {"lanes_attention": 2}
+        calls.clear()
+        joined.run_finish()
+        assert calls["lanes_attention"] == (LAYERS if at_once else 0)
+        assert calls["cached_attention"] == 0
 
 
 @pytest.mark.parametrize("policy", [None, pytest.param("plain", marks=pytest.mark.slow)])
