@@ -204,17 +204,11 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of the rows to keep, by default all, and the features of all, as CausalLM.forward does."""
         states = self._decoder.embed_tokens(tokens)
-        if isinstance(tree, Joined):
-            lanes = Lanes.of(tree.trees) if tree.slabs and self._steady else None
-            pieces = (rows.split(tree.counts) for rows in (states, positions))
-            if lanes is None:
-                places = [*map(self._place, *pieces, tree.caches, tree.trees)]
-            else:
-                longest = max(tree.caches, key=lambda each: each.capacity)
-                tables = self._lasting_tables(states, longest)
-                places = [_Place(tree.slabs, lanes, lanes.slot, lanes.live, 0, positions, *tables)]
-        else:
-            places = [self._place(states, positions, cache, tree)]
+        places = (
+            self._places(states, positions, tree)
+            if isinstance(tree, Joined)
+            else [self._place(states, positions, cache, tree)]
+        )
         residual: Tensor | None = None
         hidden_states = list[Tensor]()
         for layer in self._layers:
@@ -228,6 +222,16 @@ class Fused:
             torch.cat([hidden_states[i] for i in features], dim=-1) if features else None
         )
         return self._model.get_output_embeddings()(kept_states), selected_features
+
+    def _places(self, states: Tensor, positions: Tensor, tree: Joined) -> list[_Place]:
+        """Return where the rows of several texts stand: one place where attention is one operation for all."""
+        lanes = Lanes.of(tree.trees) if tree.slabs and self._steady else None
+        if lanes is None:
+            pieces = (rows.split(tree.counts) for rows in (states, positions))
+            return [*map(self._place, *pieces, tree.caches, tree.trees)]
+        longest = max(tree.caches, key=lambda each: each.capacity)
+        tables = self._lasting_tables(states, longest)
+        return [_Place(tree.slabs, lanes, lanes.slot, lanes.live, 0, positions, *tables)]
 
     def _place(
         self, states: Tensor, positions: Tensor, cache: KVCache, tree: Rows | Prompt
@@ -405,9 +409,8 @@ def rated(batch: Sequence[Any], *states: Tensor) -> Sequence[Tensor]:
     places, end = list[Tensor](), 0
     for each in batch:
         first, end = end, end + len(each.rows)
-        every = each.rows.positions
         if each.one is None:
-            places.append(torch.arange(first, end, device=every.device, dtype=torch.int64))
+            places.append(torch.arange(first, end, dtype=torch.int64, device=states[0].device))
         else:
             places.append(each.one + first if first else each.one)
     index = joined(places)

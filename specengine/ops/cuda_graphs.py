@@ -249,7 +249,8 @@ def side_by_side(device: torch.device, functions: Sequence[Callable[[], T]]) -> 
 
     In a capture each has a stream, so that they become branches, and a replay takes as long as the longest one.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    alone = device.type != "cuda" or len(functions) == 1
+    if alone or not torch.cuda.is_current_stream_capturing():
         return [function() for function in functions]
     current, results = torch.cuda.current_stream(), []
     for stream, function in zip(streams(device, len(functions)), functions, strict=True):
