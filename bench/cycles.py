@@ -48,8 +48,9 @@ from specengine.benchmark.records import Log, Record
 from specengine.costs.measuring import SyntheticCycles
 from specengine.drafters.eagle import EagleDraft
 from specengine.engine import Pool
-from specengine.engine.captured import CapturedDriver, CapturedLanes, JoinedDriver
+from specengine.engine.captured import CapturedDriver
 from specengine.engine.generation import want
+from specengine.engine.joined import CapturedLanes, JoinedDriver
 from specengine.engine.parts import PLAIN
 from specengine.errors import require_value
 from specengine.models import attention, fused

@@ -21,7 +21,8 @@ from specengine.cycle import EagerDriver
 from specengine.drafters import Drafter, RowDraft
 from specengine.drafters.lookup import Lookup, backend
 from specengine.engine import loading
-from specengine.engine.captured import CapturedDriver, CapturedLanes, JoinedDriver
+from specengine.engine.captured import CapturedDriver
+from specengine.engine.joined import CapturedLanes, JoinedDriver
 from specengine.engine.scheduler import Scheduler, Task, Ticket, finished, piece_at, run_tasks
 from specengine.errors import (
     EngineBusyError,
@@ -36,8 +37,7 @@ from specengine.errors import (
 )
 from specengine.models import Target, common_prefix, free_memory as free_memory
 from specengine.models.kv_cache import LANES, CachedTarget, LaneTarget
-from specengine.models.native import PREFILL_ROWS, NativeTarget
-from specengine.models.native.weights import progress_bar
+from specengine.models.native import PREFILL_ROWS, NativeTarget, progress_bar
 from specengine.policies import TreePolicy
 from specengine.records import GenerationResult
 from specengine.request.grammars import Constraint, Vocabularies, compiled

@@ -92,9 +92,12 @@ class Lanes(NamedTuple):
             torch.cat([getattr(rows, name) for rows in trees])
             for name in ("prefix", "live", "slot")
         )
-        follow = all(rows.seen is rows.live for rows in trees)
-        seen = live if follow else torch.cat([rows.seen for rows in trees])
-        return cls(torch.stack([rows.words for rows in trees]), prefix, live, seen, slot)
+        nodes = (
+            live
+            if all(rows.seen is rows.live for rows in trees)
+            else torch.cat([rows.seen for rows in trees])
+        )
+        return cls(torch.stack([rows.words for rows in trees]), prefix, live, nodes, slot)
 
     def attend(self, query: Tensor, slabs: Slabs, scale: float) -> Tensor:
         """Attend from rows, [heads, texts * rows, head size], over caches that hold theirs too."""

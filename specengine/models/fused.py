@@ -155,7 +155,7 @@ class _Layer:
 class _Place:
     """Where the rows of one forward stand: what they see, their slots in the cache, and their rotation.
 
-    slab: by layer; of several texts whose rows are run at once Slabs, beside Lanes
+    slab: by layer; of several texts whose rows are run at once Slabs, where `tree` is Lanes
     """
 
     slab: Tensor | Sequence[Slabs]

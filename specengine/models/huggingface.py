@@ -832,7 +832,7 @@ class HuggingFaceTarget(CachedTarget):
 class ModuleLane(LaneTarget, HuggingFaceTarget):
     """One of several HuggingFaceTargets over a CausalLM. What is strict runs alone, and copies no other's cache.
 
-    joined: what runs rows of all of them in its place, an engine.captured.CapturedLanes, or None
+    joined: what runs rows of all of them in its place, an engine.joined.CapturedLanes, or None
     """
 
     joined: Any = None

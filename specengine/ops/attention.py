@@ -203,29 +203,29 @@ def lanes_attention(
     words: Tensor,
     prefix: Tensor,
     live: Tensor,
-    seen: Tensor,
+    nodes: Tensor,
     scale: float,
 ) -> Tensor:
     """Return attention of rows of n texts, as many of each, each over its own cache, as `cached_attention` has it.
 
-    query: [Hq, n * rows, D]; words: int64 [n, rows, w]; prefix, live, seen: int32 [n]. Returns [Hq, n * rows, D]. No
-    host read, so it can be captured.
+    query: [Hq, n * rows, D]; words: int64 [n, rows, w]; prefix, live, nodes: int32 [n], the last the slots after the
+    prefix. Returns [Hq, n * rows, D]. No host read, so it can be captured.
     """
     for slab in slabs.each:
         _require_heads(query, slab[0], slab[1])
     texts = len(slabs.each)
     require(
         f"table: int64 [{texts}, 2]; words: int64 [{texts}, {query.shape[1] // texts}, words]; "
-        f"prefix: int32 [{texts}]; live: int32 [{texts}]; seen: int32 [{texts}]",
+        f"prefix: int32 [{texts}]; live: int32 [{texts}]; nodes: int32 [{texts}]",
         slabs.table,
         words,
         prefix,
         live,
-        seen,
+        nodes,
     )
     if run := kernels.lanes_attention[query.device]:
-        return run(query, slabs, words, prefix, live, seen, scale)
-    counts = zip(*(count.split(1) for count in (prefix, live, seen)), strict=True)
+        return run(query, slabs, words, prefix, live, nodes, scale)
+    counts = zip(*(count.split(1) for count in (prefix, live, nodes)), strict=True)
     each = zip(query.chunk(texts, 1), slabs.each, words, counts, strict=True)
     return torch.cat(
         [

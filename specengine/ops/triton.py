@@ -309,12 +309,14 @@ def lanes_attention(
     words: Tensor,
     prefix: Tensor,
     live: Tensor,
-    seen: Tensor,
+    nodes: Tensor,
     scale: float,
 ) -> Tensor:
     texts, caches = len(slabs.each), longest(slabs.each)
     if not _takes("cached_attention", query, caches[0], caches[1], scale):
-        return by_meaning(attention.lanes_attention, query, slabs, words, prefix, live, seen, scale)
+        return by_meaning(
+            attention.lanes_attention, query, slabs, words, prefix, live, nodes, scale
+        )
     keys, values = (cache[None].expand(texts, -1, -1, -1) for cache in caches)
     return (
         attention_kernel.tree_attention(
@@ -324,7 +326,7 @@ def lanes_attention(
             words,
             prefix,
             live,
-            seen,
+            nodes,
             table=slabs.table,
             scale=scale,
             upcast=INTERPRETED,

@@ -15,7 +15,7 @@ from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.drafters.small_model import SmallModel
 from specengine.engine import Pool, generation
-from specengine.engine.captured import CapturedLanes
+from specengine.engine.joined import CapturedLanes
 from specengine.errors import InputError, UnsupportedModelError
 from specengine.models import fused, kv_cache
 from specengine.models.huggingface import CausalLM, HuggingFaceTarget, ModuleLane

@@ -33,7 +33,7 @@ from specengine import Engine, ops, policies
 from specengine.drafters.eagle import EagleDraft
 from specengine.drafters.recycling import Recycling
 from specengine.engine import Pool
-from specengine.engine.captured import CapturedLanes
+from specengine.engine.joined import CapturedLanes
 from specengine.models.huggingface import HuggingFaceTarget, ModuleLane
 from specengine.ops import _registry, cuda
 from specengine.request.sampling import Sampler

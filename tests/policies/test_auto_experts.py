@@ -16,7 +16,7 @@ from specengine.costs import PassCosts
 from specengine.ops import Nodes
 from specengine.ops.tree import TokenTree
 from specengine.policies.auto import Auto
-from specengine.policies.auto.experts import ExpertReads, relations
+from specengine.policies.auto.costs import ExpertReads, relations
 from specengine.records import Cycle, Outcome, Seconds
 from tests.ops.test_worth import fresh, throughput_of
 from tests.policies.lawful import Lawful, Rows, World, drafted

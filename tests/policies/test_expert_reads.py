@@ -11,7 +11,7 @@ import torch
 from specengine.models.native import NativeTarget, from_model
 from specengine.ops.tree import TokenTree
 from specengine.ops.worth import RELATIONS
-from specengine.policies.auto.experts import COUNTED_ROWS, ExpertReads, relations
+from specengine.policies.auto.costs import COUNTED_ROWS, ExpertReads, relations
 from tests.models.native_engines import needs_extension
 from tests.models.native_variants import PROMPT
 from tests.toy import VOCABULARY, random_tree, tiny

@@ -11,6 +11,7 @@ from specengine.models.native.lm import (
     one_torch_thread,
 )
 from specengine.models.native.loaded import from_model
+from specengine.models.native.weights import progress_bar
 
 __all__ = [
     "PREFILL_ROWS",
@@ -22,4 +23,5 @@ __all__ = [
     "RowBatch",
     "from_model",
     "one_torch_thread",
+    "progress_bar",
 ]
