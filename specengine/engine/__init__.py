@@ -34,8 +34,7 @@ from specengine.engine.scheduler import (
 )
 from specengine.errors import EngineBusyError, require, require_value, restating
 from specengine.models import Target, common_prefix
-from specengine.models.native import NativeTarget
-from specengine.models.native import progress_bar
+from specengine.models.native import NativeTarget, progress_bar
 from specengine.options import LoadOptions
 from specengine.policies import TreePolicy
 from specengine.records import Cycle, GenerationResult, SpeculativeOutput, TokenLogprob
