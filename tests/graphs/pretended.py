@@ -52,6 +52,7 @@ READS = (
 FUSED = "scaled_dot_product_attention", "rms_norm"
 CHOICE = "_fused_sdp_choice"
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
+SEQUENCES, NESTED = (list, tuple), (list, tuple, dict)
 
 
 class Refused(RuntimeError):
@@ -116,8 +117,10 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Map a function over a tree as torch's tree_map does, in a fraction of its time."""
     if isinstance(tree, dict):
         return {name: mapped(function, part) for name, part in tree.items()}
-    if isinstance(tree, list | tuple):
-        parts = [mapped(function, part) for part in tree]
+    if isinstance(tree, SEQUENCES):
+        parts = [
+            mapped(function, part) if isinstance(part, NESTED) else function(part) for part in tree
+        ]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return function(tree)
 
@@ -135,12 +138,12 @@ def of_class(kind: Any, tree: Any) -> list[Any]:
 
 def _gather(kind: Any, parts: Any, leaves: list[Any]) -> None:
     for part in parts:
-        if isinstance(part, dict):
-            _gather(kind, part.values(), leaves)
-        elif isinstance(part, list | tuple):
+        if isinstance(part, SEQUENCES):
             _gather(kind, part, leaves)
         elif isinstance(part, kind):
             leaves.append(part)
+        elif isinstance(part, dict):
+            _gather(kind, part.values(), leaves)
 
 
 # ---- graphs
@@ -330,8 +333,11 @@ class Graph:
                 lambda part: part.tensor() if isinstance(part, Kept) else part, given
             )
             found = function(*args, **kwargs)
+            if not made:
+                continue
+            one = len(made) == 1 and isinstance(found, Tensor)
             for into, values in zip(
-                made, fresh(found, (args, kwargs)) if made else (), strict=True
+                made, [found] if one else fresh(found, (args, kwargs)), strict=True
             ):
                 into.tensor().copy_(values)
 
