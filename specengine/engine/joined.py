@@ -107,7 +107,7 @@ class JoinedDriver(CapturedDriver):
             text.tree.tokens[:1].copy_(numbers[1:2])
 
         self._flags.copy_(self._planted[:, ::2].t())
-        self._of_each(begin, self._planted)
+        self._of_each(begin, self._planted.unbind())
 
     def run_first(self) -> None:
         drafts = self._flags[1].clone()

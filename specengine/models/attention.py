@@ -83,7 +83,8 @@ class Lanes(NamedTuple):
         alike = len(trees) > 1 and all(
             isinstance(rows, Rows)
             and rows.words.shape == trees[0].words.shape
-            and rows.places is rows.paths is None
+            and rows.places is None
+            and rows.paths is None
             for rows in trees
         )
         if not alike:

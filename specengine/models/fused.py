@@ -297,8 +297,9 @@ class Fused:
         turn = Rotation(place.cosines, place.sines, q_weight, k_weight, eps, stepwise=True)
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
-        if isinstance(place.tree, Lanes):
-            return place.tree.attend(query, slab, attention.scaling).transpose(0, 1)
+        if isinstance(slab, Slabs):
+            lanes = cast(Lanes, place.tree)
+            return lanes.attend(query, slab, attention.scaling).transpose(0, 1)
         if isinstance(place.tree, Rows):
             return attend(
                 query, slab[0], slab[1], place.tree, attention.scaling, layer.window

@@ -225,12 +225,12 @@ def lanes_attention(
     )
     if run := kernels.lanes_attention[query.device]:
         return run(query, slabs, words, prefix, live, nodes, scale)
-    counts = zip(*(count.split(1) for count in (prefix, live, nodes)), strict=True)
-    each = zip(query.chunk(texts, 1), slabs.each, words, counts, strict=True)
+    counts = (count.split(1) for count in (prefix, live, nodes))
+    each = zip(query.chunk(texts, 1), slabs.each, words, *counts, strict=True)
     return torch.cat(
         [
-            cached_attention(rows, slab[0], slab[1], bits, *numbers, scale)
-            for rows, slab, bits, numbers in each
+            cached_attention(rows, slab[0], slab[1], bits, first, count, last, scale)
+            for rows, slab, bits, first, count, last in each
         ],
         1,
     )
