@@ -8,8 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial, wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -163,6 +164,27 @@ def by_meaning(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
     """Return the result of a function whose ops run in torch."""
     with meaning():
         return function(*arguments, **named)
+
+
+def taken_where(takes: Callable[..., object]) -> Callable[[Op], Op]:
+    """Return a decorator of an op's implementation, which runs the op's meaning for arguments that are not taken.
+
+    takes: whether they are, of the same arguments, in the op's order
+    """
+
+    def decorated(implementation: Op) -> Op:
+        function = OPS[implementation.__name__]
+        names = tuple(signature(function).parameters)
+
+        @wraps(implementation)
+        def run(*arguments: Any) -> Any:
+            if takes(*arguments):
+                return implementation(*arguments)
+            return by_meaning(function, **dict(zip(names, arguments, strict=False)))
+
+        return cast(Op, run)
+
+    return decorated
 
 
 def is_tried(device: torch.device) -> bool:

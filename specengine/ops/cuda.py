@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from specengine.errors import BackendError, require_or
-from specengine.ops import queue, worth
+from specengine.ops import worth
 from specengine.ops._meanings import WORD_BITS
-from specengine.ops._registry import by_meaning
+from specengine.ops._registry import by_meaning, taken_where
 from specengine.ops.queue import Drawn, Queues, Search
 from specengine.ops.select import Candidates, Drafted, top_children
-from specengine.ops.tree import Arrays, Counters, Nodes, extract as extract_op
+from specengine.ops.tree import Arrays, Counters, Nodes
 from specengine.ops.worth import MEMORY, PLACES, Limits, SearchState, Source
 
 
@@ -316,6 +316,11 @@ def implementations() -> dict[str, Callable[..., Any]]:
 # ---- best-first queues
 
 
+@taken_where(
+    lambda queues, *_: (
+        len(queues.scores) <= CAPACITY and all(part.is_contiguous() for part in queues)
+    )
+)
 def step_queues(
     queues: Queues,
     found: Candidates,
@@ -327,10 +332,6 @@ def step_queues(
 ) -> Drawn:
     """Run in one launch. A score of NaN is passed over as -inf is: to report it would take further launches."""
     budget, device = queues.scores.shape[0], passes.device
-    if budget > CAPACITY or not all(part.is_contiguous() for part in queues):
-        return by_meaning(
-            queue.step_queues, queues, found, frontier, depths, token_ids, passes, search
-        )
     width = min(search.batch, budget)
     found = Candidates(*(part.contiguous() for part in found))
     nodes, depths = frontier.ids.contiguous(), depths.contiguous()
@@ -470,10 +471,11 @@ def keep_likely(
     return nodes_out
 
 
+@taken_where(
+    lambda arrays, nodes, live: len(nodes) and all(part.is_contiguous() for part in arrays)
+)
 def extract(arrays: Arrays, nodes: Tensor, live: Tensor) -> Arrays:
     rows, device = nodes.shape[0], nodes.device
-    if not rows or not all(part.is_contiguous() for part in arrays):
-        return by_meaning(extract_op, arrays, nodes, live)
     nodes = nodes.contiguous()
     tokens, parents, depths = torch.empty(3, rows, dtype=torch.int64, device=device).unbind()
     edges, paths = torch.empty(2, rows, dtype=torch.float32, device=device).unbind()

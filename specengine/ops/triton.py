@@ -31,12 +31,13 @@ from specengine_kernels import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specengine.ops import _trial, attention, choose, networks, select, tree
+from specengine.ops import _trial, attention, networks, tree
 from specengine.ops._meanings import FLOATS, WORD_BITS
 from specengine.ops._registry import (
     by_meaning,
     is_tried,
     refuse_in_captures,
+    taken_where,
     warn_of_fault,
 )
 from specengine.ops.attention import Paths, Rotation, Slabs, longest
@@ -60,6 +61,7 @@ class Words(NamedTuple):
     mask: Tensor
 
 
+@taken_where(lambda arrays, size, parents, *_: 0 < len(parents) <= frontier.MAX_APPENDED)
 def append_nodes(
     arrays: Arrays,
     size: Tensor,
@@ -69,10 +71,6 @@ def append_nodes(
     count: Tensor,
     overflow: Tensor,
 ) -> Tensor:
-    if not 0 < parents.shape[0] <= frontier.MAX_APPENDED:
-        return by_meaning(
-            tree.append_nodes, arrays, size, parents, tokens, log_probs, count, overflow
-        )
     parents = parents.contiguous()
     ids = torch.empty_like(parents)
     frontier.append_nodes(
@@ -87,6 +85,13 @@ def append_nodes(
     return ids
 
 
+@taken_where(
+    lambda arrays, size, nodes, filled, used, slots, *_: (
+        0 < len(nodes.ids) <= frontier.MAX_APPENDED
+        and nodes.ids.stride(0) == 1
+        and slots.is_contiguous()
+    )
+)
 def level_rows(
     arrays: Arrays,
     size: Tensor,
@@ -97,17 +102,20 @@ def level_rows(
     factors: Tensor | None,
     passes: Tensor,
 ) -> tree.PassRows:
-    dense = slots.is_contiguous() and nodes.ids.stride(0) == 1
-    if not (dense and 0 < len(nodes.ids) <= frontier.MAX_APPENDED):
-        return by_meaning(
-            tree.level_rows, arrays, size, nodes, filled, used, slots, factors, passes
-        )
     tokens, positions, words, slot, sources, targets, scales = frontier.level_rows(
         frontier.Tree(*arrays, size), *nodes, filled, used, passes, slots, factors
     )
     return tree.PassRows(tokens, positions, words, slot, sources, targets, None, scales)
 
 
+@taken_where(
+    lambda logits, scores, live, most, *_: (
+        scores.device == logits.device
+        and most <= MAX_CANDIDATES
+        and len(logits)
+        and candidate_selection.fits(*logits.shape)
+    )
+)
 def best_candidates(
     logits: Tensor,
     scores: Tensor,
@@ -118,26 +126,8 @@ def best_candidates(
     bound: Tensor | None,
     normalized: bool,
 ) -> Candidates:
-    away, device = scores.device != logits.device, logits.device
-    if (
-        away
-        or most > MAX_CANDIDATES
-        or not len(logits)
-        or not candidate_selection.fits(*logits.shape)
-    ):
-        return by_meaning(
-            select.best_candidates,
-            logits,
-            scores,
-            live,
-            most,
-            limit=limit,
-            log_gate=log_gate,
-            bound=bound,
-            normalized=normalized,
-        )
     scores = scores.masked_fill(
-        torch.arange(len(scores), device=device, dtype=torch.int64) >= live, -math.inf
+        torch.arange(len(scores), device=scores.device, dtype=torch.int64) >= live, -math.inf
     )
     *selected, _ = candidate_selection.select_candidates(
         _dense(logits),
@@ -156,30 +146,25 @@ def _dense(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def _is_dense(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.stride(-1) == 1 for tensor in tensors)
+
+
+@taken_where(lambda logits, k, _: k <= MAX_CHILDREN and 0 < len(logits) <= MAX_ROWS)
 def top_children(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    return (
-        children_kernel.top_children(_dense(logits), k, normalized)
-        if k <= MAX_CHILDREN and 0 < logits.shape[0] <= MAX_ROWS
-        else by_meaning(select.top_children, logits, k, normalized)
-    )
+    return children_kernel.top_children(_dense(logits), k, normalized)
 
 
+@taken_where(lambda logits, *_: 0 < len(logits) <= MAX_ROWS)
 def top_entropy(logits: Tensor, top: int, normalized: bool) -> Tensor:
-    return (
-        entropy.top_entropy(_dense(logits), top, normalized)
-        if 0 < logits.shape[0] <= MAX_ROWS
-        else by_meaning(select.top_entropy, logits, top, normalized)
-    )
+    return entropy.top_entropy(_dense(logits), top, normalized)
 
 
+@taken_where(lambda logits, *_: len(logits))
 def choose_tokens(
     logits: Tensor, positions: Tensor | None, seed: Tensor | None, temperature: Tensor | None
 ) -> Tensor:
-    return (
-        verification.choose_tokens(_dense(logits), positions, seed, temperature)
-        if len(logits)
-        else by_meaning(choose.choose_tokens, logits)
-    )
+    return verification.choose_tokens(_dense(logits), positions, seed, temperature)
 
 
 def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
@@ -189,19 +174,17 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
 
 
+@taken_where(
+    lambda logits, token_ids, *_: len(logits) and (token_ids is None or token_ids.stride(0) == 1)
+)
 def couple(
     logits: Tensor, token_ids: Tensor | None, positions: Tensor, seed: Tensor, scale: Tensor
 ) -> Tensor:
-    return (
-        coupling.couple(_dense(logits), token_ids, positions, seed, scale)
-        if (token_ids is None or token_ids.stride(0) == 1) and logits.shape[0] > 0
-        else by_meaning(choose.couple, logits, token_ids, positions, seed, scale)
-    )
+    return coupling.couple(_dense(logits), token_ids, positions, seed, scale)
 
 
+@taken_where(lambda tokens, *_: len(tokens) <= verification.MAX_NODES)
 def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walked:
-    if tokens.shape[0] > verification.MAX_NODES:
-        return by_meaning(tree.walk, tokens, parents, chosen, size)
     path, count, bonus = (
         torch.zeros_like(tokens),
         torch.empty_like(size),
@@ -213,6 +196,12 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     return Walked(path, count, bonus)
 
 
+@taken_where(
+    lambda verified, walked, nodes, counts, root, record, longest: (
+        max(len(nodes.ids), longest, len(record) // 5) <= verification.MAX_NODES
+        and nodes.ids.stride(0) == 1
+    )
+)
 def record_walk(
     verified: Arrays,
     walked: Walked,
@@ -222,19 +211,14 @@ def record_walk(
     record: Tensor,
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    most = max(len(nodes.ids), longest, len(record) // 5)
-    if most > verification.MAX_NODES or nodes.ids.stride(0) != 1:
-        return by_meaning(tree.record_walk, verified, walked, nodes, counts, root, record, longest)
     rows = verification.Verified(*verified[:5], nodes.ids)
     numbers = counts[0], nodes.live, counts[1], counts[2], counts[3]
     return verification.record_walk(rows, walked, numbers, record, root[:1], longest)
 
 
+@taken_where(lambda slab, *_: slab.stride(4) == 1)
 def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> None:
-    if slab.stride(4) != 1:
-        by_meaning(tree.compact_kv, slab, path, count, prefix)
-    else:
-        kv_compaction.compact_kv(slab, path, count, prefix)
+    kv_compaction.compact_kv(slab, path, count, prefix)
 
 
 def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Words:
@@ -261,23 +245,13 @@ def tree_attention(
     return _cached_attention(query, key, value, visible.words[0], *visible.lengths, scale)
 
 
-def cached_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    words: Tensor,
-    prefix: Tensor,
-    live: Tensor,
-    seen: Tensor,
-    scale: float,
-) -> Tensor:
-    return (
-        _cached_attention(query, key, value, words, prefix, live, seen, scale)
-        if _takes("cached_attention", query, key, value, scale)
-        else by_meaning(
-            attention.cached_attention, query, key, value, words, prefix, live, seen, scale
-        )
+@taken_where(
+    lambda query, key, value, words, prefix, live, seen, scale: _takes(
+        "cached_attention", query, key, value, scale
     )
+)
+def cached_attention(*arguments: Any) -> Tensor:
+    return _cached_attention(*arguments)
 
 
 def _cached_attention(
@@ -336,22 +310,13 @@ def lanes_attention(
     )
 
 
-def strict_cached_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    paths: Paths,
-    prefix: Tensor,
-    live: Tensor,
-    scale: float,
-) -> Tensor:
-    return (
-        _strict_cached_attention(query, key, value, paths, prefix, live, scale)
-        if _takes("strict_cached_attention", query, key, value, scale)
-        else by_meaning(
-            attention.strict_cached_attention, query, key, value, paths, prefix, live, scale
-        )
+@taken_where(
+    lambda query, key, value, paths, prefix, live, scale: _takes(
+        "strict_cached_attention", query, key, value, scale
     )
+)
+def strict_cached_attention(*arguments: Any) -> Tensor:
+    return _strict_cached_attention(*arguments)
 
 
 def _strict_cached_attention(
@@ -444,36 +409,38 @@ def rope_store(
     ).transpose(0, 1)
 
 
+@taken_where(
+    lambda states, residual, weight, eps: (
+        len(states) > 0
+        and states.shape[1] <= norm_kernel.LARGEST_ROW
+        and _is_dense(states, residual, weight)
+    )
+)
 def add_rms_norm(
     states: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    dense = all(
-        tensor.stride(-1) == 1
-        for tensor in (states, weight, states if residual is None else residual)
-    )
-    return (
-        norm_kernel.add_rms_norm(states, residual, weight, eps)
-        if dense and len(states) and states.shape[1] <= norm_kernel.LARGEST_ROW
-        else by_meaning(networks.add_rms_norm, states, residual, weight, eps)
-    )
+    return norm_kernel.add_rms_norm(states, residual, weight, eps)
 
 
+@taken_where(lambda states, *_: len(states) and _is_dense(states))
 def packed_linear(states: Tensor, weight: networks.QuantizedWeight, bias: Tensor | None) -> Tensor:
-    return (
-        linear_kernel.packed_linear(states, linear_kernel.Weight(*weight), bias, upcast=INTERPRETED)
-        if states.stride(1) == 1 and len(states)
-        else by_meaning(networks.packed_linear, states, weight, bias)
+    return linear_kernel.packed_linear(
+        states, linear_kernel.Weight(*weight), bias, upcast=INTERPRETED
     )
 
 
+@taken_where(lambda gate, up: len(gate) and _is_dense(gate, up))
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return (
-        silu_kernel.silu_mul(gate, up)
-        if gate.stride(1) == up.stride(1) == 1 and len(gate)
-        else by_meaning(networks.silu_mul, gate, up)
+    return silu_kernel.silu_mul(gate, up)
+
+
+@taken_where(
+    lambda states, sources, table, tokens, weights, eps: (
+        len(sources) > 0
+        and states.shape[1] == table.shape[1] <= norm_kernel.LARGEST_ROW
+        and _is_dense(states, sources, table, tokens, *weights)
     )
-
-
+)
 def gather_norms(
     states: Tensor,
     sources: Tensor,
@@ -482,21 +449,19 @@ def gather_norms(
     weights: tuple[Tensor, Tensor],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    dense = (states, table, *weights, sources, tokens)
-    alike = states.shape[1] == table.shape[1] <= norm_kernel.LARGEST_ROW
-    return (
-        norm_kernel.gather_norms(states, sources, table, tokens, weights, eps)
-        if alike and len(sources) and all(tensor.stride(-1) == 1 for tensor in dense)
-        else by_meaning(networks.gather_norms, states, sources, table, tokens, weights, eps)
+    return norm_kernel.gather_norms(states, sources, table, tokens, weights, eps)
+
+
+@taken_where(
+    lambda states, sources, table, tokens: (
+        len(sources) > 0
+        and states.shape[1] == table.shape[1]
+        and _is_dense(states, sources, table, tokens)
     )
-
-
+)
 def gather_rows(
     states: Tensor, sources: Tensor, table: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dense = states.stride(1) == table.stride(1) == sources.stride(0) == tokens.stride(0) == 1
-    if not dense or states.shape[1] != table.shape[1] or not len(sources):
-        return by_meaning(choose.gather_rows, states, sources, table, tokens)
     shape = len(sources), states.shape[1]
     of_states, of_table = states.new_empty(shape), table.new_empty(shape)
     frontier.gather_rows(states, sources, table, tokens, of_states, of_table)
@@ -509,6 +474,11 @@ def tree_convolution(
     return recurrence_kernel.tree_convolution(_dense(inputs), weight, bias, sources, silu=activate)
 
 
+@taken_where(
+    lambda heads, scalars, state, *_: (
+        state.shape[1] <= LARGEST_HEAD and len(heads[0]) * state.numel() < 2**31
+    )
+)
 def tree_recurrence(
     heads: tuple[Tensor, Tensor, Tensor],
     scalars: tuple[Tensor, Tensor],
@@ -518,8 +488,6 @@ def tree_recurrence(
     delta: bool,
 ) -> Tensor:
     rows, tree = len(heads[0]), None
-    if state.shape[1] > LARGEST_HEAD or rows * state.numel() >= 2**31:
-        return by_meaning(networks.tree_recurrence, heads, scalars, state, lineage, steps, delta)
     if lineage.parents is not None and lineage.branches is not None:
         scratch = state.new_empty(rows, *state.shape)
         tree = lineage.parents, lineage.branches, scratch, *steps
@@ -527,11 +495,9 @@ def tree_recurrence(
     return recurrence_kernel.tree_recurrence(*contiguous, state, tree, delta=delta)
 
 
+@taken_where(lambda states, *_: states.shape[2] <= LARGEST_HEAD)
 def advance_states(states: Tensor, steps: networks.Steps, path: Tensor, count: Tensor) -> None:
-    if states.shape[2] > LARGEST_HEAD:
-        by_meaning(networks.advance_states, states, steps, path, count)
-    else:
-        recurrence_kernel.advance_states(states, *steps, path, count)
+    recurrence_kernel.advance_states(states, *steps, path, count)
 
 
 @lru_cache(maxsize=8)  # all layers of a forward ask for the same
