@@ -49,7 +49,6 @@ from specengine.ops.choose import (
     gather_rows,
     keyed_gumbel_argmax,
     philox4x32,
-    philox_uniform,
     truncate,
 )
 from specengine.ops.networks import (
@@ -223,7 +222,6 @@ __all__ = [
     "packed_linear",
     "padded",
     "philox4x32",
-    "philox_uniform",
     "precision",
     "record_walk",
     "root_rows",

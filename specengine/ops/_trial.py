@@ -39,6 +39,9 @@ class Heads(NamedTuple):
         return f"heads of {self.size} channels, {self.groups} to a key-value head, {self.dtype}"
 
 
+SMALL = Heads(SIZE, HEADS // 2, torch.float32)
+
+
 def differs(
     names: tuple[str, ...], run: Implementations, device: torch.device, inputs: Inputs | None = None
 ) -> str:
@@ -213,12 +216,6 @@ def _walk(device: torch.device) -> list[tuple[Any, ...]]:
     return [(tokens, parents, chosen, _count(device, 5)) for chosen in paths]
 
 
-def _rows(device: torch.device, slots: int = SLOTS) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (HEADS, ROWS, SIZE), (HEADS // 2, slots, SIZE), (HEADS // 2, slots, SIZE)
-    query, key, value = (_wave(device, *shape, phase=float(n)) for n, shape in enumerate(shapes))
-    return query, key, value
-
-
 def _slabs(each: Sequence[Tensor]) -> attention.Slabs:
     caches = [slab[None] for slab in each]
     return attention.Slabs.by_layer(caches, attention.tables_of(caches))[0]
@@ -237,11 +234,11 @@ def attention_of(heads: Heads, device: torch.device) -> Inputs:
             dtype=torch.int64,
             device="cpu",
         )
-        words = ancestor_words(parents).view(rows, -1).to(device)
+        words = ancestor_words(parents).to(device)
         live = _count(device, rows)
         inputs.append(
             (
-                *_wide_rows(heads, rows, device),
+                *_rows(device, heads, rows, LONG + rows + 3),
                 words,
                 _count(device, LONG),
                 live,
@@ -258,7 +255,7 @@ def strict_attention_of(heads: Heads, device: torch.device) -> Inputs:
         paths = attention.order_paths(_tree(device, 5)[5])
     return [
         (
-            *_wide_rows(heads, ROWS, device),
+            *_rows(device, heads, ROWS, LONG + ROWS + 3),
             paths,
             _count(device, LONG),
             _count(device, 4),
@@ -267,8 +264,11 @@ def strict_attention_of(heads: Heads, device: torch.device) -> Inputs:
     ]
 
 
-def _wide_rows(heads: Heads, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    shapes = (2 * heads.groups, rows, heads.size), *[(2, LONG + rows + 3, heads.size)] * 2
+def _rows(
+    device: torch.device, heads: Heads = SMALL, rows: int = ROWS, slots: int = SLOTS
+) -> tuple[Tensor, ...]:
+    """Return queries of rows, and keys and values of slots, of 2 key-value heads."""
+    shapes = (2 * heads.groups, rows, heads.size), *[(2, slots, heads.size)] * 2
     query, key, value = (
         _wave(device, *shape, phase=float(n)).to(heads.dtype) for n, shape in enumerate(shapes)
     )
@@ -344,9 +344,7 @@ INPUTS: dict[str, Callable[[torch.device], Inputs]] = {
         )
         for live in (4, 2)
     ],
-    "strict_cached_attention": lambda device: strict_attention_of(
-        Heads(SIZE, 2, torch.float32), device
-    ),
+    "strict_cached_attention": lambda device: strict_attention_of(SMALL, device),
     "tree_attention": lambda device: [
         (
             *_rows(device),

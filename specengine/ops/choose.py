@@ -35,22 +35,17 @@ def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
     the counter (i // 4, position, 0). Ties go to the lowest index; NaN counts as -inf, +inf as 3e38. InputError
     (a ValueError) where no score is finite. Source: Salmon et al. 2011 (Philox); Gumbel-max.
     """
-    run = native.keyed_gumbel_argmax[scores.device]
-    if run is None:
+    if run := native.keyed_gumbel_argmax[scores.device]:
+        index = run(scores, seed & MASK64, position & MASK64)
+    else:
         require("scores: float32 [V]", scores)
-        run = kernels.keyed_gumbel_argmax[scores.device] or _drawn
-    index = run(scores, seed & MASK64, position & MASK64)
+        key, place = torch.tensor(
+            [[signed(seed)], [signed(position)]], dtype=torch.int64, device=scores.device
+        )
+        one = torch.ones(1, dtype=torch.float32, device=scores.device)
+        index = int(choose_tokens(defined(scores)[None], place, key, one)) if len(scores) else -1
     require_input("scores: none is finite, nothing can be drawn", index >= 0)
     return index
-
-
-def _drawn(scores: Tensor, seed: int, position: int) -> int:
-    """Return the choice of keyed_gumbel_argmax, or -1 if no score is finite."""
-    values = doubled(defined(scores))
-    if not bool((values > -math.inf).any()):
-        return -1
-    noise = -torch.log(-torch.log(philox_uniform(seed, position, scores.shape[0])))
-    return int((values + noise.to(values.dtype).to(scores.device)).argmax())
 
 
 @op
@@ -202,13 +197,6 @@ def _words(seed: Tensor, positions: Tensor, index: Tensor) -> Tensor:
     return torch.stack(
         torch.broadcast_tensors(*philox4x32(counter, (seed & low, (seed >> 32) & low))), -1
     )
-
-
-def philox_uniform(seed: int, position: int, n: int) -> Tensor:
-    """Return the uniforms of `keyed_gumbel_argmax`: float64 [n], on the CPU, in the open interval (0, 1)."""
-    key, place = torch.tensor([[signed(seed)], [signed(position)]], dtype=torch.int64, device="cpu")
-    words = _words(key, place, torch.arange(-(-n // 4), dtype=torch.int64, device="cpu"))
-    return (words.reshape(-1)[:n].double() + 0.5) / 2.0**32
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Any, Any]) -> tuple[Tensor, ...]:

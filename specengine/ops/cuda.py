@@ -71,9 +71,10 @@ class BestFirstStep(ctypes.Structure):
     )
 
 
-class LevelArgs(ctypes.Structure):
-    """spec::LevelArgs of csrc/spec/device_worth.hpp, member by member."""
+# Structures of csrc/spec/device_worth.hpp, by their names there, member by member.
 
+
+class LevelArgs(ctypes.Structure):
     _fields_ = (
         ("tree", _P * 6),
         ("words", _L),
@@ -104,8 +105,6 @@ class LevelArgs(ctypes.Structure):
 
 
 class KeepArgs(ctypes.Structure):
-    """spec::KeepArgs of csrc/spec/device_worth.hpp, member by member."""
-
     _fields_ = (
         ("tree", _P * 2),
         ("capacity", _L),
@@ -117,8 +116,6 @@ class KeepArgs(ctypes.Structure):
 
 
 class ExtractArgs(ctypes.Structure):
-    """spec::ExtractArgs of csrc/spec/device_worth.hpp, member by member."""
-
     _fields_ = (
         ("tree", _P * 6),
         ("words", _L),
@@ -130,8 +127,6 @@ class ExtractArgs(ctypes.Structure):
 
 
 class OutcomeArgs(ctypes.Structure):
-    """spec::OutcomeArgs of csrc/spec/device_worth.hpp, member by member."""
-
     _fields_ = (
         ("tree", _P * 4),  # tokens, parents, edges, size
         ("capacity", _L),

@@ -154,6 +154,14 @@ class Walked(NamedTuple):
     bonus: Tensor
 
 
+def ascending(ids: Tensor, chosen: Tensor, width: int) -> Nodes:
+    """Return the ids, int64 [n], that are chosen, bool [n], in ascending order, [width]; padding is 0."""
+    live = chosen.sum(0, keepdim=True).int()
+    ordered = ids.masked_fill(~chosen, torch.iinfo(torch.int64).max).sort().values
+    nodes = Nodes(padded(ordered, width), live)
+    return Nodes(nodes.ids.masked_fill(nodes.padding(), 0), live)
+
+
 # ---- ops
 
 
@@ -348,9 +356,8 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
     count = (values[best] > -math.inf).sum(0, keepdim=True)
     if limit is not None:
         count = torch.minimum(count, limit.clamp(min=0))
-    padding = torch.arange(best.shape[0], device=scores.device, dtype=torch.int64) >= count
-    indices = best.masked_fill(padding, scores.shape[0]).sort().values.masked_fill(padding, 0)
-    return Nodes(padded(indices, most), count.int())
+    place = torch.arange(best.shape[0], device=scores.device, dtype=torch.int64)
+    return ascending(best, place < count, most)
 
 
 @op
@@ -375,14 +382,12 @@ def append_children(
         return Nodes(*run(tree, counters, frontier, tokens, log_probs, chosen, most, limit))
     size, _, overflow = counters
     require(
-        "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]",
+        "frontier: int64 [rows]; tokens: int64 [rows, m]; log_probs: float32 [rows, m]; chosen: bool [rows, m]; "
+        "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]",
         frontier.ids,
         tokens,
         log_probs,
         chosen,
-    )
-    require(
-        "size: int32 [1]; live: int32 [1]; overflow: int32 [1]; limit: int32 [1]",
         size,
         frontier.live,
         overflow,
@@ -437,12 +442,9 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     jump = above
     for _ in range((n - 1).bit_length()):
         agreed, jump = agreed & agreed[jump], jump[jump]
-    count = agreed.sum(0, keepdim=True)
-    path = node.masked_fill(~agreed, n).sort().values
-    last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
-    return Walked(
-        path.masked_fill(node >= count, 0), count.int(), chosen[last].masked_fill(count == 0, -1)
-    )
+    path, live = ascending(node, agreed, n)
+    last = path[(live - 1).clamp(min=0)]
+    return Walked(path, live, chosen[last].masked_fill(live == 0, -1))
 
 
 @op
@@ -502,12 +504,10 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     refuse_unless(slab.dim() == 5, "slab", "[layers, 2, KV heads, capacity, head size]", slab)
     if run := kernels.compact_kv[slab.device]:
         return run(slab, path, count, prefix)
-    if not path.shape[0]:
-        return None
     place = torch.arange(path.shape[0], device=slab.device, dtype=torch.int64)
     there = place < count
     rises = (path[1:] > path[:-1]) | ~there[1:]
-    inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0).amax() < slab.shape[3])
+    inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0) < slab.shape[3])
     insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
     slots = prefix.long() + place
     slab.index_copy_(
@@ -947,15 +947,7 @@ class TokenTree:
         size = len(self)
         if size == self.capacity:
             return self
-        tokens, parents, depths, edges, paths, ancestors = self.arrays
-        arrays = (
-            tokens[:size],
-            parents[:size],
-            depths[:size],
-            edges[:size],
-            paths[:size],
-            ancestors[:size],
-        )
+        arrays: Any = tuple(array[:size] for array in self.arrays)
         return _fill(TokenTree.__new__(TokenTree), arrays, self.counters)
 
     def to(self, device: torch.device | str) -> "TokenTree":

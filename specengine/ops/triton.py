@@ -41,8 +41,7 @@ from specengine.ops._registry import (
     warn_of_fault,
 )
 from specengine.ops.attention import Paths, Rotation, Slabs, longest
-from specengine.ops.choose import signed
-from specengine.ops.select import LARGEST, Candidates
+from specengine.ops.select import Candidates
 from specengine.ops.tree import Arrays, Walked
 
 LARGEST_HEAD = 256
@@ -167,13 +166,6 @@ def choose_tokens(
     return verification.choose_tokens(_dense(logits), positions, seed, temperature)
 
 
-def keyed_gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    sent = torch.tensor([signed(seed), signed(position)], device=scores.device, dtype=torch.int64)
-    one = torch.ones(1, device=scores.device, dtype=torch.float32)
-    # +inf counts as 3e38 here, and is not finite for the kernel
-    return int(choose_tokens(scores.clamp(max=LARGEST)[None], sent[1:], sent[:1], one))
-
-
 @taken_where(
     lambda logits, token_ids, *_: len(logits) and (token_ids is None or token_ids.stride(0) == 1)
 )
@@ -230,7 +222,7 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
         bits.view(rows, -1, WORD_BITS).long()
         << torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
     ).sum(-1)
-    return Words(words[None], _lengths(prefix, rows, behind, mask.device), mask)
+    return Words(words[None], _counts(mask.device, prefix, rows, behind), mask)
 
 
 def tree_attention(
@@ -242,7 +234,7 @@ def tree_attention(
         )
         return by_meaning(attention.tree_attention, query, key, value, dense, scale)
     visible = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
-    return _cached_attention(query, key, value, visible.words[0], *visible.lengths, scale)
+    return cached_attention(query, key, value, visible.words[0], *visible.lengths, scale)
 
 
 @taken_where(
@@ -250,11 +242,7 @@ def tree_attention(
         "cached_attention", query, key, value, scale
     )
 )
-def cached_attention(*arguments: Any) -> Tensor:
-    return _cached_attention(*arguments)
-
-
-def _cached_attention(
+def cached_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -315,11 +303,7 @@ def lanes_attention(
         "strict_cached_attention", query, key, value, scale
     )
 )
-def strict_cached_attention(*arguments: Any) -> Tensor:
-    return _strict_cached_attention(*arguments)
-
-
-def _strict_cached_attention(
+def strict_cached_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -361,15 +345,11 @@ def _serves(name: str, heads: _trial.Heads, device: torch.device) -> bool:
     The trial of the op itself knows no model: another head size is another program, and may not fit into the card.
     """
     refuse_in_captures(name, "triton")
-    names, run = (
-        (name,),
-        {name: _cached_attention if name == "cached_attention" else _strict_cached_attention},
-    )
+    run = {name: globals()[name].__wrapped__}  # which asks for no trial
     inputs = _trial.OF_HEADS[name](heads, device)
     if torch.cuda.is_initialized():
-        _trial.side_by_side([(names, run, arguments) for arguments in inputs], device)
-    fault = _trial.differs(names, run, device, inputs)
-    if fault:
+        _trial.side_by_side([((name,), run, arguments) for arguments in inputs], device)
+    if fault := _trial.differs((name,), run, device, inputs):
         warn_of_fault(f"{name} of {heads} on {device}", f"triton is wrong there: {fault}")
     return not fault
 
@@ -504,16 +484,13 @@ def advance_states(states: Tensor, steps: networks.Steps, path: Tensor, count: T
 def _all_seen(rows: int, slots: int, device: torch.device) -> Words:
     return Words(
         torch.zeros(1, rows, 1, dtype=torch.int64, device=device),
-        _lengths(slots, rows, 0, device),
+        _counts(device, slots, rows, 0),
         torch.ones(rows, slots, dtype=torch.bool, device=device),
     )
 
 
-def _lengths(
-    prefix: int, rows: int, behind: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    sent = torch.tensor([[prefix], [rows], [behind]], dtype=torch.int32, device=device)
-    return sent[0], sent[1], sent[2]
+def _counts(device: torch.device, *counts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.tensor(counts, dtype=torch.int32, device=device).split(1)
 
 
 def implementations() -> dict[str, Callable[..., Any]]:

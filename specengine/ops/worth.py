@@ -18,6 +18,7 @@ from specengine.ops.tree import (
     Free,
     Nodes,
     append_nodes,
+    ascending,
     depths_of,
     graft,
     is_free,
@@ -480,19 +481,12 @@ def next_pass(
     taken = (best >= best.max() - WORTH).int().argmax(0, keepdim=True)
     pays = best.max() > _value(chances_known[None], prices.verify) + WORTH
     order, drawn = (part.index_select(0, taken)[0] for part in drawings[0])
-    selected = drawn & pays
-    ids, live = (
-        torch.where(selected, order, paths.shape[0]).sort().values,
-        selected.sum(0, keepdim=True).int(),
-    )
-    ids = padded(ids, most)
-    return Nodes(
-        ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live
-    )
+    return ascending(order, drawn & pays, most)
 
 
 # of continuations that need no draft pass
-Source = Beside | Callable[[Nodes, int, float], Free | None] | None
+FreeSource = Beside | Callable[[Nodes, int, float], Free | None]
+Source = FreeSource | None
 
 
 @op
@@ -535,12 +529,11 @@ def start_search(
 
 
 def _free_below(
-    free: Source, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float
+    free: FreeSource, tree: Arrays, size: Tensor, nodes: Nodes, most: int, least: float
 ) -> Free | None:
     if isinstance(free, Beside):
         return free.below(tree, size, nodes, most, least)
-    free_nodes = None if free is None else free(nodes, most, least)
-    return None if free_nodes is None else Free(*free_nodes)
+    return free(nodes, most, least)
 
 
 def _is_covered(free: Free, tree: Arrays, size: Tensor, state: SearchState) -> bool:

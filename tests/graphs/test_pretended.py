@@ -397,12 +397,12 @@ def test_what_waits_for_the_host_cannot_be_captured(function: Callable[[Tensor],
 
 def test_a_number_from_a_kernel_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, "triton")
-    monkeypatch.setattr(_registry, "_loaded", lambda _: {"keyed_gumbel_argmax": lambda *_: 3})
+    monkeypatch.setattr(_registry, "_loaded", lambda _: {"choose_tokens": lambda *_: 3})
     with pretended.cuda():
-        scores = torch.ones(4, device=CUDA)
-        assert ops.keyed_gumbel_argmax(scores, 1, 2) == 3
+        logits = torch.ones(1, 4, device=CUDA)
+        assert ops.choose_tokens(logits) == 3
         with (
             torch.cuda.graph(torch.cuda.CUDAGraph()),
             pytest.raises(Refused, match="a number from"),
         ):
-            ops.keyed_gumbel_argmax(scores, 1, 2)
+            ops.choose_tokens(logits)

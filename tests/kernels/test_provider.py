@@ -49,7 +49,6 @@ SERVED = {
     "couple",
     "gather_norms",
     "gather_rows",
-    "keyed_gumbel_argmax",
     "lanes_attention",
     "level_rows",
     "pack_mask",
@@ -115,15 +114,19 @@ def test_heads_are_tried_with_all_tiles_when_they_are_first_met(
     """A program that a card has no room for, or that is wrong there, is found while four rows are tried at loading."""
     module = importlib.import_module("specengine.ops.triton")
     monkeypatch.setattr(module, "is_tried", lambda device: True)
-    kernel, rows = getattr(module, f"_{name}"), []
+    launchers = {
+        "cached_attention": (module.attention_kernel, "tree_attention"),
+        "strict_cached_attention": (module.strict_kernel, "strict_attention"),
+    }
+    launch, rows = getattr(*launchers[name]), []
 
-    def small(query: Tensor, *rest: object) -> Tensor:
+    def small(query: Tensor, *rest: object, **options: object) -> Tensor:
         rows.append(query.shape[1])
-        if query.shape[2] == 64 and query.shape[1] > (16 if name == "cached_attention" else 4):
+        if query.shape[3] == 64 and query.shape[1] > (16 if name == "cached_attention" else 4):
             raise OutOfResources(102400, 101376, "shared memory")
-        return kernel(query, *rest)
+        return launch(query, *rest, **options)
 
-    monkeypatch.setattr(module, f"_{name}", small)
+    monkeypatch.setattr(*launchers[name], small)
     module._serves.cache_clear()
     for size, known in ((32, True), (64, False)):
         given = _trial.OF_HEADS[name](_trial.Heads(size, 4, torch.float32), torch.device(DEVICE))[0]

@@ -267,7 +267,6 @@ INPUTS: dict[str, Callable[[torch.device], list[tuple[Any, ...]]]] = {
     "gather_rows": _gather_rows,
     "grow_likely": _grow_likely,
     "keep_likely": _keep_likely,
-    "keyed_gumbel_argmax": lambda device: [(_wave(device, COLUMNS), 5, 2**40)],
     "level_rows": _level_rows,
     "record_walk": _record_walk,
     "rope_store": _rope_store,
