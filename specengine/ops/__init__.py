@@ -12,9 +12,6 @@ A count is an int32 tensor of one element, on a CPU too, where reading it waits 
 padding. So the same ops serve the eager driver, which reads counts, and the captured one.
 """
 
-import importlib
-from functools import partial
-
 from specengine.ops._meanings import WORD_BITS, doubled, own_bits, padded, precision
 from specengine.ops._registry import (
     OPS,
@@ -25,7 +22,6 @@ from specengine.ops._registry import (
     bind,
     by_meaning,
     is_served,
-    load_by,
     meaning,
 )
 from specengine.ops.attention import (
@@ -129,13 +125,6 @@ from specengine.ops.worth import (
     select_worth,
     start_search,
     update_throughput,
-)
-
-load_by(
-    {
-        name: partial(importlib.import_module, f"{__name__}.{name}")
-        for name in ("cuda", "triton", "_trial")
-    }
 )
 
 __all__ = [

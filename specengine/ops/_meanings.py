@@ -1,7 +1,8 @@
 """Parts that the torch meanings of ops share."""
 
+import re
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +15,20 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HAS_NAN = "scores: contains NaN"
 
 
-class _Wanted(NamedTuple):
-    name: str
-    kind: str
-    dtypes: tuple[torch.dtype, ...]
-    sizes: tuple[str, ...]
+TENSOR = re.compile(r"([^;:]+): (\w+) \[(.*?)\]")  # name, dtype and sizes, in a signature
 
 
 @cache
-def _parsed(signature: str) -> tuple[_Wanted, ...]:
-    parts = []
-    for part in signature.split(";"):
-        name, kind = part.strip().split(": ")
-        dtype, _, sizes = kind.removesuffix("]").partition(" [")
-        dtypes = FLOATS if dtype == "floating" else (getattr(torch, dtype),)
-        parts.append(_Wanted(name, dtype, dtypes, tuple(sizes.split(", ")) if sizes else ()))
-    return tuple(parts)
+def _parsed(signature: str) -> list[tuple[Any, ...]]:
+    return [
+        (
+            name.strip(),
+            kind,
+            FLOATS if kind == "floating" else (getattr(torch, kind),),
+            sizes.split(", "),
+        )
+        for name, kind, sizes in TENSOR.findall(signature)
+    ]
 
 
 def require(signature: str, *tensors: Tensor | None) -> None:

@@ -101,15 +101,13 @@ _PROVIDERS = {  # best first; a new backend is a new entry
     "cuda": _Provider(("cuda",), "pip install nvidia-cuda-nvrtc"),
     REFERENCE: _Provider((), ""),
 }
-_LOADERS = dict[str, Callable[[], Any]]()  # of modules of specengine.ops, which import this one
+_LOADERS: dict[str, Callable[[], Any]] = {  # each raises ImportError where something is missing
+    name: partial(importlib.import_module, f"specengine.ops.{name}")
+    for name in ("cuda", "triton", "_trial")  # which import this module
+}
 TRIED = (
     "cuda",
 )  # kinds of device on which an implementation is compared with its meaning before it is taken
-
-
-def load_by(loaders: Mapping[str, Callable[[], Any]]) -> None:
-    """Load backends, and the trials of them, by these functions; each raises ImportError where something is missing."""
-    _LOADERS.update(loaders)
 
 
 def bind() -> None:

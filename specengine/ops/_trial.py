@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specengine.ops import attention
-from specengine.ops._registry import OPS, meaning
+from specengine.ops._registry import OPS, by_meaning, meaning
 from specengine.ops.networks import QuantizedWeight, Steps, lineage_of
 from specengine.ops.tree import ancestor_words
 
@@ -122,13 +122,12 @@ def _counted(value: Any) -> list[Any]:
         return list(value.each)  # copies lie elsewhere
     if isinstance(value, tuple):
         live: Any = getattr(value, "live", None)
-        cut = isinstance(live, Tensor)
         return [
             one
             for name, part in zip(getattr(value, "_fields", value), value, strict=True)
             for one in _counted(
                 part[: int(live)]
-                if cut and not (isinstance(name, str) and name in ("live", "bonus", "expand"))
+                if live is not None and name not in ("live", "bonus", "expand")
                 else part
             )
         ]
@@ -251,8 +250,7 @@ def attention_of(heads: Heads, device: torch.device) -> Inputs:
 
 def strict_attention_of(heads: Heads, device: torch.device) -> Inputs:
     """Return an input of `strict_cached_attention` with these heads."""
-    with meaning():
-        paths = attention.order_paths(_tree(device, 5)[5])
+    paths = by_meaning(attention.order_paths, _tree(device, 5)[5])
     return [
         (
             *_rows(device, heads, ROWS, LONG + ROWS + 3),

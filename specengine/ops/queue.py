@@ -9,7 +9,7 @@ from torch import Tensor
 from specengine.ops._meanings import HAS_NAN, doubled, order_keys, refuse_unless, require
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.select import Candidates
-from specengine.ops.tree import Nodes, ascending, insist
+from specengine.ops.tree import Nodes, insist
 
 
 class Queues(NamedTuple):
@@ -158,16 +158,21 @@ def _draw(queues: Queues, search: Search, going: Tensor) -> tuple[Queues, Drawn]
     # -inf where G is not full
     drafted = (place < nodes) & (queues.scores > after.accepted[-1:]) & inner
     drafted &= (doubled(queues.scores).exp() * drafted).sum(0, keepdim=True) >= search.threshold
-    expand = ascending(place, drafted, min(search.batch, budget))
+    expanded = drafted.sum(0, keepdim=True).int()
+    expand = (
+        place.masked_fill(~drafted, budget)
+        .sort()
+        .values.masked_fill(place >= expanded, 0)[: search.batch]
+    )
     room = budget - (after.accepted > -math.inf).sum(0, keepdim=True)
     waiting = (after.scores > -math.inf).sum(0, keepdim=True)
-    filled = torch.minimum(room, waiting) * (going & (expand.live == 0) & search.fill)
+    filled = torch.minimum(room, waiting) * (going & (expanded == 0) & search.fill)
     # those drawn stood first in Q, those filled up after all that were taken
     source = torch.where(place < nodes, place, place - nodes + count).clamp(max=budget - 1)
     parents, tokens, log_probs = (
         part[source] for part in (queues.parents, queues.tokens, queues.log_probs)
     )
-    return after, Drawn(parents, tokens, log_probs, (nodes + filled).int(), expand)
+    return after, Drawn(parents, tokens, log_probs, (nodes + filled).int(), Nodes(expand, expanded))
 
 
 def _bound(accepted: Tensor, scores: Tensor) -> Tensor:

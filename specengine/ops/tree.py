@@ -154,14 +154,6 @@ class Walked(NamedTuple):
     bonus: Tensor
 
 
-def ascending(ids: Tensor, chosen: Tensor, width: int) -> Nodes:
-    """Return the ids, int64 [n], that are chosen, bool [n], in ascending order, [width]; padding is 0."""
-    live = chosen.sum(0, keepdim=True).int()
-    ordered = ids.masked_fill(~chosen, torch.iinfo(torch.int64).max).sort().values
-    nodes = Nodes(padded(ordered, width), live)
-    return Nodes(nodes.ids.masked_fill(nodes.padding(), 0), live)
-
-
 # ---- ops
 
 
@@ -356,8 +348,9 @@ def select_best(scores: Tensor, live: Tensor, most: int, limit: Tensor | None = 
     count = (values[best] > -math.inf).sum(0, keepdim=True)
     if limit is not None:
         count = torch.minimum(count, limit.clamp(min=0))
-    place = torch.arange(best.shape[0], device=scores.device, dtype=torch.int64)
-    return ascending(best, place < count, most)
+    padding = torch.arange(best.shape[0], device=scores.device, dtype=torch.int64) >= count
+    indices = best.masked_fill(padding, scores.shape[0]).sort().values.masked_fill(padding, 0)
+    return Nodes(padded(indices, most), count.int())
 
 
 @op
@@ -442,9 +435,12 @@ def walk(tokens: Tensor, parents: Tensor, chosen: Tensor, size: Tensor) -> Walke
     jump = above
     for _ in range((n - 1).bit_length()):
         agreed, jump = agreed & agreed[jump], jump[jump]
-    path, live = ascending(node, agreed, n)
-    last = path[(live - 1).clamp(min=0)]
-    return Walked(path, live, chosen[last].masked_fill(live == 0, -1))
+    count = agreed.sum(0, keepdim=True)
+    path = node.masked_fill(~agreed, n).sort().values
+    last = path[(count - 1).clamp(min=0)].clamp(max=n - 1)
+    return Walked(
+        path.masked_fill(node >= count, 0), count.int(), chosen[last].masked_fill(count == 0, -1)
+    )
 
 
 @op
@@ -947,7 +943,15 @@ class TokenTree:
         size = len(self)
         if size == self.capacity:
             return self
-        arrays: Any = tuple(array[:size] for array in self.arrays)
+        tokens, parents, depths, edges, paths, ancestors = self.arrays
+        arrays = (
+            tokens[:size],
+            parents[:size],
+            depths[:size],
+            edges[:size],
+            paths[:size],
+            ancestors[:size],
+        )
         return _fill(TokenTree.__new__(TokenTree), arrays, self.counters)
 
     def to(self, device: torch.device | str) -> "TokenTree":

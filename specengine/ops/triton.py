@@ -467,9 +467,9 @@ def tree_recurrence(
     steps: networks.Steps,
     delta: bool,
 ) -> Tensor:
-    rows, tree = len(heads[0]), None
+    tree = None
     if lineage.parents is not None and lineage.branches is not None:
-        scratch = state.new_empty(rows, *state.shape)
+        scratch = state.new_empty(len(heads[0]), *state.shape)
         tree = lineage.parents, lineage.branches, scratch, *steps
     contiguous = [tensor.contiguous() for tensor in (*heads, *scalars)]
     return recurrence_kernel.tree_recurrence(*contiguous, state, tree, delta=delta)

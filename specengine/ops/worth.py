@@ -18,7 +18,6 @@ from specengine.ops.tree import (
     Free,
     Nodes,
     append_nodes,
-    ascending,
     depths_of,
     graft,
     is_free,
@@ -481,7 +480,15 @@ def next_pass(
     taken = (best >= best.max() - WORTH).int().argmax(0, keepdim=True)
     pays = best.max() > _value(chances_known[None], prices.verify) + WORTH
     order, drawn = (part.index_select(0, taken)[0] for part in drawings[0])
-    return ascending(order, drawn & pays, most)
+    selected = drawn & pays
+    ids, live = (
+        torch.where(selected, order, paths.shape[0]).sort().values,
+        selected.sum(0, keepdim=True).int(),
+    )
+    ids = padded(ids, most)
+    return Nodes(
+        ids.masked_fill(torch.arange(most, device=ids.device, dtype=torch.int64) >= live, 0), live
+    )
 
 
 # of continuations that need no draft pass
