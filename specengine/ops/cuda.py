@@ -43,7 +43,6 @@ LEVEL, KEEP, EXTRACT, OUTCOME = (  # kRuleLanes of csrc/spec/device_worth.hpp
 PLAIN_SHARED = 48 * 1024  # bytes of a block's memory that a launch has without asking
 ASKS_FOR_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PACKAGES = ("nvidia.cu13", "nvidia.cuda_nvrtc")  # that hold lib/libnvrtc.so, of CUDA 13 and of 12
-DRIVER = "libcuda.so.1"
 HEADERS = {  # in place of a standard library, which NVRTC has not
     "cmath": "#define INFINITY __builtin_bit_cast(float, 0x7f800000)\n"
     "#define NAN __builtin_bit_cast(float, 0x7fc00000)\n",
@@ -286,7 +285,7 @@ def _module(source: str, index: int) -> ctypes.c_void_p:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL(DRIVER)
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _insist(code: int, what: str, source: str) -> None:

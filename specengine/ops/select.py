@@ -13,7 +13,6 @@ from specengine.ops._meanings import doubled, order_keys, padded, refuse_unless,
 from specengine.ops._registry import kernels, native, op
 from specengine.ops.tree import Arrays, Nodes, Number, TokenTree, held, row_of
 
-OUTSIDE = "places: not all of them are in the rows"
 FAINT = -20.0  # below a row's best logit: further columns that the row has no use for
 LARGEST = 3e38  # stands for +inf: finite in float32, so that differences of scores stay defined
 
@@ -191,7 +190,10 @@ def mix_rows(
         levels, filler, kept = peaks - log_probs - logs, peaks + FAINT, logits
     mixed = torch.cat([kept, filler.to(logits.dtype).expand(-1, more)], 1)
     raised = torch.zeros(mixed.shape, dtype=torch.uint8, device=device)
-    require_input(OUTSIDE, all(0 <= place < mixed.numel() for place in places))
+    require_input(
+        "places: not all of them are in the rows",
+        all(0 <= place < mixed.numel() for place in places),
+    )
     index = torch.tensor(list(places), dtype=torch.int64, device=device)
     gains = torch.tensor(list(probabilities), dtype=torch.float32, device="cpu")
     flat, added = mixed.view(-1), gains.to(device).log() + levels[index // (columns + more), 0]

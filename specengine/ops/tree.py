@@ -25,10 +25,6 @@ from specengine.ops._meanings import (
 )
 from specengine.ops._registry import kernels, native, op
 
-WRONG_PARENTS = "parents: the root's must be -1, every other's an earlier node"
-NOT_THERE = "parents: must be among the nodes that are there"
-WRONG_SUBTREE = "nodes: must be ascending, start with the root and contain every node's parent"
-WRONG_PATH = "path: ascending node ids from 0 within the slots of the slab are needed"
 NUMBERS = 7  # of a record, before its lists
 FREE = "cpu"  # the kind of device whose numbers are read without waiting for it
 
@@ -209,7 +205,10 @@ def append_nodes(
     new = (node >= start) & (node < start + appended)
     entry = (node - start).clamp(0, parents.shape[0] - 1)
     above = parents[entry].clamp(0, capacity - 1)
-    insist(((parents[entry] >= 0) & (parents[entry] < start) | ~new).all(), NOT_THERE)
+    insist(
+        ((parents[entry] >= 0) & (parents[entry] < start) | ~new).all(),
+        "parents: must be among the nodes that are there",
+    )
     written = (
         (all_tokens, tokens[entry]),
         (all_parents, above),
@@ -260,7 +259,7 @@ def subtree(
         & rises.all()
         & ((inside == nodes) | ~there).all()
         & (live > 0).all(),
-        WRONG_SUBTREE,
+        "nodes: must be ascending, start with the root and contain every node's parent",
     )
     bits = (ancestors[inside][:, inside // WORD_BITS] >> (inside % WORD_BITS)) & 1
     bits = bits * (there[:, None] & there)
@@ -301,7 +300,7 @@ def ancestor_words(parents: Tensor) -> Tensor:
     nodes = torch.arange(n, device=device, dtype=torch.int64)
     insist(
         (parents < nodes).all() & (parents[1:] >= 0).all() & (parents[:1] == -1).all(),
-        WRONG_PARENTS,
+        "parents: the root's must be -1, every other's an earlier node",
     )
     words = torch.zeros(n + 1, -(-n // WORD_BITS), dtype=torch.int64, device=device)
     words[nodes, nodes // WORD_BITS] = torch.ones_like(nodes) << (nodes % WORD_BITS)
@@ -504,7 +503,10 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     there = place < count
     rises = (path[1:] > path[:-1]) | ~there[1:]
     inside = (prefix >= 0) & (prefix + path.masked_fill(~there, 0) < slab.shape[3])
-    insist(((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(), WRONG_PATH)
+    insist(
+        ((path[:1] == 0) | (count < 1)).all() & rises.all() & inside.all(),
+        "path: ascending node ids from 0 within the slots of the slab are needed",
+    )
     slots = prefix.long() + place
     slab.index_copy_(
         3, slots, slab.index_select(3, torch.where(there, prefix.long() + path, slots))
@@ -935,8 +937,11 @@ class TokenTree:
 
         nodes: ascending, with the root first and closed under parent; raises InputError otherwise.
         """
-        counters = nodes.live, self.passes, self.overflow
-        return _fill(TokenTree.__new__(TokenTree), extract(self.arrays, *nodes), counters)
+        return _fill(
+            TokenTree.__new__(TokenTree),
+            extract(self.arrays, *nodes),
+            (nodes.live, self.passes, self.overflow),
+        )
 
     def trimmed(self) -> "TokenTree":
         """Return the same nodes without the room after them, as views. Synchronises with the device if on one."""
