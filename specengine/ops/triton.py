@@ -234,7 +234,10 @@ def tree_attention(
         )
         return by_meaning(attention.tree_attention, query, key, value, dense, scale)
     visible = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
-    return cached_attention(query, key, value, visible.words[0], *visible.lengths, scale)
+    # it is taken, as was asked above
+    return inspect.unwrap(cached_attention)(
+        query, key, value, visible.words[0], *visible.lengths, scale
+    )
 
 
 @taken_where(
@@ -345,7 +348,7 @@ def _serves(name: str, heads: _trial.Heads, device: torch.device) -> bool:
     The trial of the op itself knows no model: another head size is another program, and may not fit into the card.
     """
     refuse_in_captures(name, "triton")
-    run = {name: globals()[name].__wrapped__}  # which asks for no trial
+    run = {name: inspect.unwrap(globals()[name])}  # which asks for no trial
     inputs = _trial.OF_HEADS[name](heads, device)
     if torch.cuda.is_initialized():
         _trial.side_by_side([((name,), run, arguments) for arguments in inputs], device)

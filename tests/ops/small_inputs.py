@@ -152,7 +152,7 @@ def _record_walk(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 def _rope_store(device: torch.device) -> list[tuple[Any, ...]]:
-    rows, positions = _rows(device, ROWS), _whole(device, 3, 4, 4, 5, 6)
+    rows, positions = _rows(device, slots=ROWS), _whole(device, 3, 4, 4, 5, 6)
     tables = _wave(device, 9, SIZE // 2), _wave(device, 9, SIZE // 2, phase=1.5)
     slab, slot, live = (
         _wave(device, 2, HEADS // 2, 20, SIZE),
