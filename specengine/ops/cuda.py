@@ -70,10 +70,9 @@ class BestFirstStep(ctypes.Structure):
     )
 
 
-# Structures of csrc/spec/device_worth.hpp, by their names there, member by member.
-
-
 class LevelArgs(ctypes.Structure):
+    """spec::LevelArgs of csrc/spec/device_worth.hpp, member by member."""
+
     _fields_ = (
         ("tree", _P * 6),
         ("words", _L),
@@ -104,6 +103,8 @@ class LevelArgs(ctypes.Structure):
 
 
 class KeepArgs(ctypes.Structure):
+    """spec::KeepArgs of csrc/spec/device_worth.hpp, member by member."""
+
     _fields_ = (
         ("tree", _P * 2),
         ("capacity", _L),
@@ -115,6 +116,8 @@ class KeepArgs(ctypes.Structure):
 
 
 class ExtractArgs(ctypes.Structure):
+    """spec::ExtractArgs of csrc/spec/device_worth.hpp, member by member."""
+
     _fields_ = (
         ("tree", _P * 6),
         ("words", _L),
@@ -126,6 +129,8 @@ class ExtractArgs(ctypes.Structure):
 
 
 class OutcomeArgs(ctypes.Structure):
+    """spec::OutcomeArgs of csrc/spec/device_worth.hpp, member by member."""
+
     _fields_ = (
         ("tree", _P * 4),  # tokens, parents, edges, size
         ("capacity", _L),
