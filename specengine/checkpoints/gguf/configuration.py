@@ -687,7 +687,7 @@ def row_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray | 
     if family.gguf is None or module is None:
         return None
     mixer = family.mixer(config)
-    if mixer is not None and (order := mixer.orders_in_files().get(module[1])) is not None:
+    if mixer is not None and (order := mixer.orders_in_files()[0].get(module[1])) is not None:
         return np.array(order, dtype=np.int32)
     if module[1] not in family.gguf.pairs:
         return None
@@ -701,5 +701,5 @@ def column_order(config: transformers.PretrainedConfig, name: str) -> np.ndarray
     """Return the column of the file's tensor `name` for each of transformers', or None for the same."""
     family, module = families.known()[config.model_type], _MODULE.fullmatch(name)
     mixer = family.mixer(config)
-    order = None if mixer is None or module is None else mixer.columns_in_files().get(module[1])
+    order = None if mixer is None or module is None else mixer.orders_in_files()[1].get(module[1])
     return None if order is None else np.array(order, dtype=np.int32)

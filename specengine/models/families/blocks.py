@@ -289,13 +289,12 @@ class Mixer:
         """Return the stored row for each row of a module's parts, where these are not one after the other."""
         return {}
 
-    def orders_in_files(self) -> dict[str, list[int]]:
-        """Return the row in GGUF files for each row of transformers, by the file's module, where they differ."""
-        return {}
+    def orders_in_files(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Return the row in GGUF files for each row of transformers, by the file's module, and the same of columns.
 
-    def columns_in_files(self) -> dict[str, list[int]]:
-        """Return the same of columns."""
-        return {}
+        Modules in which both agree are left out.
+        """
+        return {}, {}
 
     def convolved(self, shape: Shape) -> list[float]:
         """Return what the inputs of its convolution are multiplied by, by channel; empty for nothing."""
@@ -398,29 +397,23 @@ class GatedDelta(Mixer):
             "linear_attn.in_proj_ba": _apart(self.key_heads, [each, each]),
         }
 
-    def orders_in_files(self) -> dict[str, list[int]]:
-        if self.is_in_order_in_files:
-            return {}
+    def orders_in_files(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        # files have the heads of one key next to one another; else those of all keys take turns
+        if self.fused or self.heads == self.key_heads:
+            return {}, {}
         values, singles, keys = (
             self._tiled(self.value_size),
             self._tiled(1),
             2 * self.key_heads * self.key_size,
         )
         channels = [*range(keys), *(keys + row for row in values)]
-        return {
+        rows = {
             "attn_qkv": channels,
             "ssm_conv1d": channels,
             "attn_gate": values,
             **dict.fromkeys(("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt"), singles),
         }
-
-    def columns_in_files(self) -> dict[str, list[int]]:
-        return {} if self.is_in_order_in_files else {"ssm_out": self._tiled(self.value_size)}
-
-    @property
-    def is_in_order_in_files(self) -> bool:
-        """Whether GGUF files have the heads of one key next to one another; else those of all keys take turns."""
-        return self.fused or self.heads == self.key_heads
+        return rows, {"ssm_out": values}
 
     def _tiled(self, size: int) -> list[int]:
         """Return the place in GGUF files of each row of the heads, `size` rows each."""
