@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from specengine import ops, registry
-from specengine.errors import DrafterError, InputError, kind_of, require_input
+from specengine.errors import DrafterError, InputError, kind_of, require_input, require_or
 from specengine.models import SharedRows
 from specengine.models.kv_cache import KVCache, Rows, causal_words, words_for
-from specengine.ops import Free, Nodes, PassRows, TokenTree
-from specengine.ops.select import Step as Step
+from specengine.ops import Free, Nodes, PassRows, Step as Step, TokenTree
 from specengine.options import LoadOptions
 from specengine.records import Cycle
 
@@ -340,40 +339,37 @@ def name_of(drafter: Drafter) -> str:
 
 def require_step(drafter: Drafter, step: Any, rows: int, vocab_size: int) -> None:
     """Raise DrafterError where a drafter returned a wrong step over `rows` nodes."""
-    if (fault := fault_of_step(step, rows, vocab_size)) is not None:
-        raise DrafterError(f"{name_of(drafter)}: step returned {fault}")
 
+    def check(fault: str, holds: bool) -> None:
+        require_or(DrafterError, f"{name_of(drafter)}: step returned {fault}", holds)
 
-def fault_of_step(step: Any, rows: int, vocab_size: int) -> str | None:
-    """Return what is wrong with a step over `rows` nodes, in words; None for nothing."""
-    if not isinstance(step, Step):
-        return f"{kind_of(step)}, accepted a Step"
+    check(f"{kind_of(step)}, accepted a Step", isinstance(step, Step))
     logits, ids = step.logits, step.token_ids
-    if not (
+    check(
+        f"logits of {kind_of(logits)}, accepted float32, bfloat16 or float16 [{rows}, vocabulary]",
         isinstance(logits, Tensor)
         and logits.dtype in DTYPES
         and logits.dim() == 2
-        and logits.shape[0] == rows
-    ):
-        return f"logits of {kind_of(logits)}, accepted float32, bfloat16 or float16 [{rows}, vocabulary]"
-    if bool(torch.isnan(logits).any()):
-        return "logits that are NaN"
-    if step.normalized is False and bool((logits == torch.inf).any()):
-        return "logits that are infinite"
+        and logits.shape[0] == rows,
+    )
+    check("logits that are NaN", not bool(torch.isnan(logits).any()))
+    finite = step.normalized is not False or not bool((logits == torch.inf).any())
+    check("logits that are infinite", finite)
     columns = logits.shape[1]
-    if ids is None:
-        return (
-            None
-            if columns <= vocab_size
-            else f"{columns} columns without token_ids, accepted up to {vocab_size}"
+    check(
+        f"{columns} columns without token_ids, accepted up to {vocab_size}",
+        ids is not None or columns <= vocab_size,
+    )
+    if ids is not None:
+        check(
+            f"token_ids of {kind_of(ids)}, accepted int64 [{columns}], a token for each column",
+            isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.shape == (columns,),
         )
-    if not (isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.shape == (columns,)):
-        return f"token_ids of {kind_of(ids)}, accepted int64 [{columns}], a token for each column"
-    if columns and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        return (
-            f"token_ids from {int(ids.min())} to {int(ids.max())}, accepted 0 to {vocab_size - 1}"
+        least, most = (int(ids.min()), int(ids.max())) if columns else (0, 0)
+        check(
+            f"token_ids from {least} to {most}, accepted 0 to {vocab_size - 1}",
+            0 <= least <= most < vocab_size,
         )
-    return None
 
 
 MAX_WAITING = 2048  # rows of a text that a draft puts off, as their features take memory

@@ -292,22 +292,24 @@ def no_tree(policy: TreePolicy, tokens: Sequence[int], budget: int, vocab_size: 
 
 def require_nodes(policy: TreePolicy, method: str, nodes: Any, tree: TokenTree) -> None:
     """Raise PolicyError where a method returned nodes that the tree does not have."""
-    fault = fault_of_nodes(nodes, tree)
-    require_or(PolicyError, f"{name_of(policy)}: {method} returned {fault}", fault is None)
 
+    def check(fault: str, holds: bool) -> None:
+        require_or(PolicyError, f"{name_of(policy)}: {method} returned {fault}", holds)
 
-def fault_of_nodes(nodes: Any, tree: TokenTree) -> str | None:
-    """Return what is wrong with nodes of this tree, in words; None for nothing."""
-    if not isinstance(nodes, Nodes):
-        return f"{kind_of(nodes)}, accepted Nodes"
+    check(f"{kind_of(nodes)}, accepted Nodes", isinstance(nodes, Nodes))
     ids, live = nodes
-    if not (isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 1):
-        return f"ids of {kind_of(ids)}, accepted int64 [nodes]"
-    if not (isinstance(live, Tensor) and live.dtype == torch.int32 and live.shape == (1,)):
-        return f"a count of {kind_of(live)}, accepted int32 [1]"
+    check(
+        f"ids of {kind_of(ids)}, accepted int64 [nodes]",
+        isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 1,
+    )
+    check(
+        f"a count of {kind_of(live)}, accepted int32 [1]",
+        isinstance(live, Tensor) and live.dtype == torch.int32 and live.shape == (1,),
+    )
     size = len(tree)
     beyond = [node for node in ids[: int(live)].tolist() if not 0 <= node < size]
-    return f"node {beyond[0]}, which a tree of {size} nodes does not have" if beyond else None
+    listed = ", ".join(map(str, beyond[:1]))
+    check(f"node {listed}, which a tree of {size} nodes does not have", not beyond)
 
 
 def named(policy: TreePolicy, error: Exception) -> PolicyError:
