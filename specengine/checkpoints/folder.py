@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, logging
 
 from specengine.checkpoints.quantized import CodeFormat, QuantizedMatrix, joined
 from specengine.checkpoints.safetensors_file import (
@@ -110,7 +109,7 @@ class FolderSource(Source):
             )
 
     @cached_property
-    def blocks(self) -> frozenset[str]:
+    def blocks(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(self._kinds.values())
 
     @cached_property

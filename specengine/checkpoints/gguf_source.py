@@ -39,7 +39,7 @@ class GGUFSource(Source):
         return defaults
 
     @property
-    def rounded(self) -> str:
+    def rounded(self) -> str:  # type: ignore[override]
         kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
         rounded_kinds = [kind for kind in _FLOATS if kind in kinds and self.dtype is torch.bfloat16]
         count = sum(kind in rounded_kinds for kind in kinds)
@@ -59,7 +59,7 @@ class GGUFSource(Source):
         }
 
     @cached_property
-    def blocks(self) -> frozenset[str]:
+    def blocks(self) -> frozenset[str]:  # type: ignore[override]
         if self.dtype is not torch.bfloat16:
             return frozenset()
         tensors = [self.file.tensors[stored] for names in self._stored.values() for stored in names]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, logging
 
 from specengine.errors import require_supported
 from specengine.models.configs import (
@@ -147,11 +146,12 @@ class Source(ABC):
     name: str  # of the model, for people
     config: PretrainedConfig
     dtype: torch.dtype  # of the model that these weights are; GGUF blocks stand for bfloat16
-
-    @property
-    def rounded(self) -> str:
-        """Say for people which stored numbers this dtype does not hold; empty for none."""
-        return ""
+    rounded = ""  # which stored numbers this dtype does not hold, for people; empty for none
+    blocks: Collection[str] = ()  # the kinds of blocks that matrices are stored in
+    state: Any = None  # changes when the weights do
+    # whether `states` come from all layers of a model that is there, else from the first ones
+    own_modules = False
+    tried = 1  # layers that `states` runs, the first ones, unless they come from all
 
     def template(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the model's tensors by name; a tied head has none."""
@@ -160,11 +160,6 @@ class Source(ABC):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stored tensors by name, without reading them."""
         return self.template()
-
-    @property
-    def blocks(self) -> Collection[str]:
-        """The kinds of blocks that matrices are stored in."""
-        return ()
 
     def weights(self, *, blocks: Collection[str] = ()) -> Iterator[Weight]:
         """Yield all tensors: matrices in blocks of these kinds as they are stored, all others in `dtype`."""
@@ -218,13 +213,6 @@ class Source(ABC):
         """The model's own defaults."""
         return GenerationConfig.from_model_config(self.config)
 
-    @property
-    def state(self) -> Any:
-        """Changes when the weights do."""
-        return None
-
-    own_modules = False  # whether `states` come from all layers of a model that is there, else from the first one
-
     def changed(self) -> str:
         """Return the first thing, numbers apart, that is not as it was at loading; empty where there is none."""
         return ""
@@ -232,8 +220,6 @@ class Source(ABC):
     def rope(self, key: str = "") -> tuple[Tensor, float]:
         """Return the radians per position and the factor on cosines and sines, as `rope_of`."""
         return rope_of(self.config, key)
-
-    tried = 1  # layers that `states` runs, the first ones, unless they come from all
 
     def states(
         self,
