@@ -18,7 +18,7 @@ from torch import Tensor
 from specengine import drafters, ops, policies
 from specengine.drafters import Drafter, RowDraft, Wrapped, innermost, reserve
 from specengine.drafters._wrappers import Origins
-from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError
+from specengine.errors import DrafterError, InputError, PolicyError, SpecEngineError, restating
 from specengine.models import SharedRows, Successors, Target
 from specengine.ops import Nodes, Step, TokenTree
 from specengine.ops.cuda_graphs import CaptureError
@@ -706,13 +706,13 @@ def make_more_room(driver: EagerDriver, lane: Lane) -> None:
 
 def make_room(driver: EagerDriver, tokens: int) -> None:
     """Reserve caches for a prompt and answer of `tokens`. Raises InputError if memory is short."""
-    try:
-        driver.reserve(tokens)
-    except SpecEngineError:
-        raise
-    except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(
+    # torch's allocators raise RuntimeError
+    with restating(
+        (MemoryError, RuntimeError),
+        lambda error: InputError(
             f"max_new_tokens: not enough memory to cache {tokens} tokens of prompt and answer; ask for fewer "
-            f"({reason:.200})"
-        ) from error
+            f"({(str(error).splitlines() or [type(error).__name__])[0]:.200})"
+        ),
+        (SpecEngineError,),
+    ):
+        driver.reserve(tokens)

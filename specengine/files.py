@@ -34,8 +34,7 @@ def read_text(file: Path) -> str:
     """Read a UTF-8 file without its mark, with "\\n" between lines. Raises OSError, ValueError for other encodings."""
     data = file.read_bytes()
     for mark, name in _OTHERS.items():
-        if data.startswith(mark):
-            raise ValueError(f"it is {name}, save it as UTF-8")
+        require_or(ValueError, f"it is {name}, save it as UTF-8", not data.startswith(mark))
     with restating(
         UnicodeDecodeError,
         lambda error: ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}"),

@@ -56,10 +56,11 @@ def written_by(tokenizer: Any, size: int) -> dict[int, bytes]:
     TokenizerMismatchError for a tokenizer whose pieces do not say it.
     """
     vocabulary = tokenizer.get_vocab()
-    if vocabulary.keys().isdisjoint(_BLANKS):
-        raise TokenizerMismatchError(
-            f"tokenizer {type(tokenizer).__name__}: its pieces do not say which bytes they write"
-        )
+    require_or(
+        TokenizerMismatchError,
+        f"tokenizer {type(tokenizer).__name__}: its pieces do not say which bytes they write",
+        not vocabulary.keys().isdisjoint(_BLANKS),
+    )
     read = _sentencepiece if _BLANKS[0] in vocabulary else _byte_level
     marks = {
         id: _MARK if token.special else b"" for id, token in tokenizer.added_tokens_decoder.items()

@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, PretrainedConfig
-from transformers.cache_utils import DynamicCache
+from transformers import MODEL_MAPPING, DynamicCache, PretrainedConfig
 
-from specengine.errors import require_input, require_supported
+from specengine.errors import require_input, require_or, require_supported
 from specengine.models.attention import ATTENTION, Prompt, additive, seen_by
 from specengine.models.configs import empty_model, family_of, with_buffers
 from specengine.models.eagle import DraftHead, require_sizes
@@ -250,8 +249,11 @@ class Assistant(nn.Module):
         of_shared: Any = type("Shared", (type(text),), shared)
         self.text_config: Any = of_shared.from_dict(text.to_dict())
         self.text_config._attn_implementation = "sdpa"  # whatever the target's is, which sees trees
-        if not config.tie_word_embeddings:
-            raise ValueError("its vocabulary head has weights of its own")
+        require_or(
+            ValueError,
+            "its vocabulary head has weights of its own",
+            bool(config.tie_word_embeddings),
+        )
         size, self.outer = text.hidden_size, int(config.backbone_hidden_size)
         with torch.device("meta"):
             self.model: Any = MODEL_MAPPING[type(text)](self.text_config).to(dtype)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from specengine.errors import (
     UnsupportedModelError,
     require_or,
     require_supported,
+    restating,
 )
 from specengine.models.attention import NeedsDenseMask
 from specengine.models.configs import NO_MEMORY
@@ -24,17 +25,15 @@ class NoTreesError(UnsupportedModelError):
     """This model cannot run trees in one forward; on its own cache it may answer all the same (own_cache.py)."""
 
 
-@contextmanager
-def errors_named(what: str) -> Iterator[None]:
+def errors_named(what: str) -> AbstractContextManager[None]:
     """Raise UnsupportedModelError, `what` and the reason, for whatever modules raise: some may raise anything."""
-    try:
-        yield
-    except (SpecEngineError, NeedsDenseMask, *NO_MEMORY):
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
+    return restating(
+        Exception,
+        lambda error: UnsupportedModelError(
             f"{what} ({type(error).__name__}: {' '.join(str(error).split()):.300})"
-        ) from error
+        ),
+        (SpecEngineError, NeedsDenseMask, *NO_MEMORY),
+    )
 
 
 # Types of layers whose state cannot be taken back, in words.

@@ -68,7 +68,11 @@ def compiled(field: str, value: Any) -> str:
 
 @lru_cache(maxsize=32)  # an option is checked before there is a model, and again with it
 def _compiled(field: str, text: str) -> str:
-    try:
+    with restating(
+        (ValueError, RecursionError, TimeoutError, MemoryError),
+        lambda error: refused(field, str(error)),
+        (InputError,),
+    ):
         text = _exact(field, text)
         grammar = (
             library().grammar_from("grammar", text)
@@ -86,10 +90,6 @@ def _compiled(field: str, text: str) -> str:
                 len(grammar),
             )
             fault = str(messages[0]) if is_wrong else ""
-    except InputError:
-        raise
-    except (ValueError, RecursionError, TimeoutError, MemoryError) as error:
-        raise refused(field, str(error)) from error
     if fault:
         raise refused(field, fault)
     return str(grammar)
