@@ -11,8 +11,12 @@ import torch
 from huggingface_hub import constants, file_exists, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
-from transformers.utils import CONFIG_NAME, is_peft_available
-from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    find_adapter_config_file,
+    is_peft_available,
+)
 
 from specengine.errors import (
     CheckpointError,
@@ -320,10 +324,12 @@ def model_in(field: str, model: Any) -> Any:
     if not any(isinstance(kind, type) and isinstance(model, kind) for kind in wrappers):
         return model
     for config in model.peft_config.values():
-        if _adds_more_than_layers(config) or getattr(config, "alora_invocation_tokens", None):
-            raise UnsupportedModelError(
-                f"{field}: its {type(model).__name__} has an adapter of kind {_name_of(config.peft_type)}, {_PROMPTS}"
-            )
+        require_supported(
+            f"{field}: its {type(model).__name__} has an adapter of kind {_name_of(config.peft_type)}, {_PROMPTS}",
+            not (
+                _adds_more_than_layers(config) or getattr(config, "alora_invocation_tokens", None)
+            ),
+        )
     return model.base_model.model
 
 

@@ -32,7 +32,6 @@ from specengine.checkpoints.checks import (
     wrapped,
 )
 from specengine.checkpoints.eagle import is_head
-from specengine.checkpoints.embedded import Progress
 from specengine.checkpoints.folder import (
     FolderSource,
     generation_config_of,
@@ -548,7 +547,7 @@ def open_native(
     dtype: Any = "auto",
     offline: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: models.embedded.Progress | None = None,
 ) -> Opened:
     """Open the weights of a model by name, None for the embedded default; nothing is packed yet.
 

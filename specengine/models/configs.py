@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    ROPE_INIT_FUNCTIONS,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specengine.errors import UnsupportedModelError, require_supported, restating
 from specengine.models import families

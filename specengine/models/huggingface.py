@@ -10,9 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import ROPE_INIT_FUNCTIONS, Cache, DynamicCache, PreTrainedModel
 
 from specengine import ops
 from specengine.errors import (

@@ -7,7 +7,9 @@ from typing import Any, Self, cast
 import torch
 from transformers import (
     GenerationConfig,
+    MaxTimeCriteria,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -15,8 +17,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TypicalLogitsWarper,
 )
-from transformers.generation import MaxTimeCriteria, MinPLogitsWarper, TypicalLogitsWarper
 
 from specengine.errors import (
     MAX_NUMBER,

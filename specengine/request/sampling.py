@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
-from transformers.generation import (
+from transformers import (
+    LogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
