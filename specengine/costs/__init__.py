@@ -211,25 +211,28 @@ def busy(others: float | None) -> str | None:
     )
 
 
-def _ratio(name: str, draft: float, verify: float, source: str) -> PassCosts:
-    return PassCosts(name, {1: verify}, {1: draft}, source)
-
-
 # A draft pass relative to a verification of any size: batch 1 on GPUs, where both are memory-bound.
 PUBLISHED = {
     costs.name: costs
     for costs in (
-        _ratio("vicuna-13b-h200", 0.082, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
-        _ratio("vicuna-13b-h200-long", 0.113, 1, "TALON, the same on CNN/DM"),
-        _ratio("qwen3-8b-h200", 0.074, 1, "TALON, from its EAGLE-3 rows with 9 draft passes"),
-        _ratio(
+        PassCosts(
+            "vicuna-13b-h200",
+            {1: 1},
+            {1: 0.082},
+            "TALON, from its EAGLE-3 rows with 9 draft passes",
+        ),
+        PassCosts("vicuna-13b-h200-long", {1: 1}, {1: 0.113}, "TALON, the same on CNN/DM"),
+        PassCosts(
+            "qwen3-8b-h200", {1: 1}, {1: 0.074}, "TALON, from its EAGLE-3 rows with 9 draft passes"
+        ),
+        PassCosts(
             "qwen3-32b-h200",
-            0.058,
-            1,
+            {1: 1},
+            {1: 0.058},
             "TALON, from its EAGLE-3 rows with 9 draft passes, CNN/DM left out",
         ),
-        _ratio("8b-l40", 5, 100, "C2T, equation 12"),
-        _ratio("70b-2xa100", 10, 400, "C2T, equation 12"),
+        PassCosts("8b-l40", {1: 100}, {1: 5}, "C2T, equation 12"),
+        PassCosts("70b-2xa100", {1: 400}, {1: 10}, "C2T, equation 12"),
         PassCosts(
             "2-cores-amx",
             {1: 33.2, 4: 35.7, 12: 39.0, 28: 47.3, 60: 58.7},
