@@ -913,11 +913,8 @@ class NativeTarget(CachedTarget):
 
     def __init__(self, lm: NativeLM) -> None:
         super().__init__(lm)
+        self.name = lm.name
         self.counts = lm.routes.layers > 0  # whether the experts of trees are counted
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.lm.source.name
 
     @property
     def backend(self) -> str:  # type: ignore[override]
