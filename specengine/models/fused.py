@@ -312,7 +312,7 @@ class Fused:
             values,
             None,
             scaling=attention.scaling,
-            tree=place.tree,
+            tree=cast(Prompt, place.tree),
             sliding_window=layer.window,
         )[0][0]
 

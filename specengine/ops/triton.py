@@ -268,6 +268,11 @@ def cached_attention(
     )[0].transpose(0, 1)
 
 
+@taken_where(
+    lambda query, slabs, words, prefix, live, nodes, scale: _takes(
+        "cached_attention", query, longest(slabs.each)[0], longest(slabs.each)[1], scale
+    )
+)
 def lanes_attention(
     query: Tensor,
     slabs: Slabs,
@@ -277,12 +282,8 @@ def lanes_attention(
     nodes: Tensor,
     scale: float,
 ) -> Tensor:
-    texts, caches = len(slabs.each), longest(slabs.each)
-    if not _takes("cached_attention", query, caches[0], caches[1], scale):
-        return by_meaning(
-            attention.lanes_attention, query, slabs, words, prefix, live, nodes, scale
-        )
-    keys, values = (cache[None].expand(texts, -1, -1, -1) for cache in caches)
+    texts = len(slabs.each)
+    keys, values = (cache[None].expand(texts, -1, -1, -1) for cache in longest(slabs.each))
     return (
         attention_kernel.tree_attention(
             query.transpose(0, 1).unflatten(0, (texts, -1)),
