@@ -143,10 +143,7 @@ class RandomSource(Source):
     def __init__(self, name: str, config: PretrainedConfig, kind: str) -> None:
         self.name, self.config, self._kind = name, config, kind
         self._pools: dict[tuple[int, bool], Tensor] = {}
-
-    @property
-    def blocks(self) -> Collection[str]:
-        return () if self._kind == "int8" else (self._kind,)
+        self.blocks = () if kind == "int8" else (kind,)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return layer_template(self.config)
