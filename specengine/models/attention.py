@@ -65,7 +65,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     )[None, None]
 
 
-class Lanes(NamedTuple):
+class JoinedRows(NamedTuple):
     """Hold what the rows of several texts see, as many of each, and where they are stored; fields as those of Rows.
 
     words int64 [texts, rows, w]; prefix, live, seen int32 [texts]; slot int64 [texts].
@@ -78,7 +78,7 @@ class Lanes(NamedTuple):
     slot: Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[Any]) -> "Lanes | None":
+    def of(cls, trees: Sequence[Any]) -> "JoinedRows | None":
         """Return those of several texts' Rows; None where these differ in shape, have windows, or sum strictly."""
         alike = len(trees) > 1 and all(
             isinstance(rows, Rows)

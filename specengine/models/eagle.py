@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specengine import ops
 from specengine.errors import require_input
 from specengine.models import SharedRows, fused
-from specengine.models.attention import Lanes, Prompt, attend, note_places, prompt_mask
+from specengine.models.attention import JoinedRows, Prompt, attend, note_places, prompt_mask
 from specengine.models.configs import rope_of
 from specengine.models.huggingface import PREFILL_ROWS
 from specengine.models.kv_cache import CacheLayout, KVCache, LanguageModel, Rows
@@ -661,7 +661,7 @@ class _RowAttention:
         self, batch: Sequence[HeadRows], window: int | None, slabs: Sequence[ops.Slabs]
     ) -> None:
         self._batch, self._window, self._slabs = batch, window, slabs
-        self._lanes = Lanes.of([each.rows for each in batch]) if slabs else None
+        self._lanes = JoinedRows.of([each.rows for each in batch]) if slabs else None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **norms: Any) -> Tensor:
         """Return [1, heads, rows, head size]; norms: of queries and keys, as in ops.Rotation."""

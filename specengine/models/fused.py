@@ -24,7 +24,7 @@ from transformers.activations import ACT2FN
 from specengine import ops
 from specengine.models.attention import (
     Joined,
-    Lanes,
+    JoinedRows,
     Prompt,
     attend,
     tree_attention_forward,
@@ -155,11 +155,11 @@ class _Layer:
 class _Place:
     """Where the rows of one forward stand: what they see, their slots in the cache, and their rotation.
 
-    slab: by layer; of several texts whose rows are run at once Slabs, where `tree` is Lanes
+    slab: by layer; of several texts whose rows are run at once Slabs, where `tree` is JoinedRows
     """
 
     slab: Tensor | Sequence[Slabs]
-    tree: Rows | Prompt | Lanes
+    tree: Rows | Prompt | JoinedRows
     slot: Tensor
     live: Tensor
     end: int  # of a prompt
@@ -225,7 +225,7 @@ class Fused:
 
     def _places(self, states: Tensor, positions: Tensor, tree: Joined) -> list[_Place]:
         """Return where the rows of several texts stand: one place where attention is one operation for all."""
-        lanes = Lanes.of(tree.trees) if tree.slabs and self._steady else None
+        lanes = JoinedRows.of(tree.trees) if tree.slabs and self._steady else None
         if lanes is None:
             pieces = (rows.split(tree.counts) for rows in (states, positions))
             return [*map(self._place, *pieces, tree.caches, tree.trees)]
@@ -298,7 +298,7 @@ class Fused:
         slab = place.slab[layer.index]
         query = ops.rope_store(query, key, value, place.index, turn, slab, place.slot, place.live)
         if isinstance(slab, Slabs):
-            lanes = cast(Lanes, place.tree)
+            lanes = cast(JoinedRows, place.tree)
             return lanes.attend(query, slab, attention.scaling).transpose(0, 1)
         if isinstance(place.tree, Rows):
             return attend(
