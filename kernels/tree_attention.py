@@ -166,6 +166,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -220,7 +221,13 @@ def _attend(
             )
         if split == splits - 1:  # of which no full tile is left, unless it is the only one
             # what is left of the prefix, and the nodes in the slots behind it
-            for start in tl.range(full * BLOCK_N, end, BLOCK_N, num_stages=STAGES):
+            stop = end
+            if CAUSAL:  # nobody sees what comes after the slot of the last row here
+                last = tl.minimum(
+                    (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUPS + 1, live_nodes
+                )
+                stop = end - live_nodes + last
+            for start in tl.range(full * BLOCK_N, stop, BLOCK_N, num_stages=STAGES):
                 slots = start + columns
                 window = _window(words, start - length, n_words, live)
                 named = ((window[:, None] >> columns[None, :].to(tl.int64)) & 1) != 0
@@ -413,6 +420,7 @@ def tree_attention(
     workspace: Tensor | None = None,
     tiles: Tiles | None = None,
     splits: int | None = None,
+    causal: bool = False,
     upcast: bool = False,
 ) -> Tensor:
     """Attend from Nq rows over the first `prefix_len` slots and the nodes after them that each row's words mark.
@@ -422,7 +430,8 @@ def tree_attention(
     row sees node j. prefix_len, n_q, n_tree: int32 [B] on the device, prefix_len + n_tree <= S. Last dimensions are
     contiguous, other strides free. table: int64 [B, 2], of each sequence how many numbers after k_cache its own begins,
     and how many each of its heads takes, multiples of 16; its values stand after its keys. k_cache and v_cache are then
-    those of the longest cache, expanded to B. scale: positive, 1 / sqrt(D) unless given.
+    those of the longest cache, expanded to B. scale: positive, 1 / sqrt(D) unless given. causal: the rows are the last
+    of the nodes, and none sees one after itself, so that nothing after a tile of rows is read: the bits are the same.
     Returns `out` [B, Nq, Hq, D]; `lse` float32 [B, Nq, Hq], contiguous, gets the natural logs of the softmax sums.
     Rows from n_q on and rows that see nothing give 0 and -inf. Slots from prefix_len + n_tree on are not read.
     Capturable; allocates nothing where `out` and `workspace` (`workspace_for`) are given. `upcast` multiplies in
@@ -477,6 +486,7 @@ def tree_attention(
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.slots,
         WHOLE=splits == 1,
+        CAUSAL=causal,
         STAGES=tiles.stages,
         UPCAST=upcast,
         PRECISION="ieee",

@@ -48,6 +48,7 @@ class Prompt:
                 groups,
                 query.dtype,
                 self.before if window is None else 0,
+                causal=True,
             )
         return self._masks[window]
 

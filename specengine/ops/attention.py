@@ -75,11 +75,14 @@ def longest(slabs: Sequence[Tensor]) -> Tensor:
 
 
 @op
-def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) -> Any:
+def pack_mask(
+    mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0, causal: bool = False
+) -> Any:
     """Return a visibility mask in the form that `tree_attention` reads fastest; make it once per forward.
 
     mask: bool [n, L], True where row sees slot; groups: query heads per key-value head; dtype: that of the queries;
-    prefix: slots at the start that every row sees, as far as is known without reading the mask.
+    prefix: slots at the start that every row sees, as far as is known without reading the mask; causal: whether the
+    rows stand in the last slots and see none after their own.
     """
     refuse_unless(
         mask.dtype is torch.bool and mask.dim() == 2 and 0 <= prefix <= mask.shape[1],
@@ -88,7 +91,7 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int = 0) ->
         mask,
     )
     if run := kernels.pack_mask[mask.device]:
-        return run(mask, groups, dtype, prefix)
+        return run(mask, groups, dtype, prefix, causal)
     return (
         torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         .masked_fill_(~mask, -math.inf)

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import cache, lru_cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from specengine_kernels import (
@@ -53,11 +53,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at im
 
 class Words(NamedTuple):
     """A mask as the kernel reads it. words: int64 [1, n, w], of the slots after the prefix; lengths: int32 [1] each
-    of prefix, rows and slots after the prefix; mask: bool [n, L], the same for other inputs."""
+    of prefix, rows and slots after the prefix; mask: bool [n, L], the same for inputs that no kernel takes; causal: as
+    of `pack_mask`."""
 
     words: Tensor
     lengths: tuple[Tensor, Tensor, Tensor]
-    mask: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
 
 
 @taken_where(lambda arrays, size, parents, *_: 0 < len(parents) <= frontier.MAX_APPENDED)
@@ -213,7 +215,9 @@ def compact_kv(slab: Tensor, path: Tensor, count: Tensor, prefix: Tensor) -> Non
     kv_compaction.compact_kv(slab, path, count, prefix)
 
 
-def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Words:
+def pack_mask(
+    mask: Tensor, groups: int, dtype: torch.dtype, prefix: int, causal: bool = False
+) -> Words:
     rows, slots = mask.shape
     behind = slots - prefix
     bits = pad(mask[:, prefix:], (0, max(WORD_BITS, -(-behind // WORD_BITS) * WORD_BITS) - behind))
@@ -222,22 +226,19 @@ def pack_mask(mask: Tensor, groups: int, dtype: torch.dtype, prefix: int) -> Wor
         bits.view(rows, -1, WORD_BITS).long()
         << torch.arange(WORD_BITS, device=mask.device, dtype=torch.int64)
     ).sum(-1)
-    return Words(words[None], _counts(mask.device, prefix, rows, behind), mask)
+    return Words(words[None], _counts(mask.device, prefix, rows, behind), mask, causal)
 
 
 def tree_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Words | Tensor | None, scale: float
 ) -> Tensor:
     if isinstance(mask, Tensor) or not _takes("cached_attention", query, key, value, scale):
-        dense = (
-            mask.mask.repeat(query.shape[0] // key.shape[0], 1) if isinstance(mask, Words) else mask
-        )
+        dense = mask
+        if isinstance(mask, Words):
+            dense = cast(Tensor, mask.mask).repeat(query.shape[0] // key.shape[0], 1)
         return by_meaning(attention.tree_attention, query, key, value, dense, scale)
     visible = _all_seen(query.shape[1], key.shape[1], query.device) if mask is None else mask
-    # it is taken, as was asked above
-    return inspect.unwrap(cached_attention)(
-        query, key, value, visible.words[0], *visible.lengths, scale
-    )
+    return _attended(query, key, value, visible, scale)
 
 
 @taken_where(
@@ -255,15 +256,18 @@ def cached_attention(
     seen: Tensor,
     scale: float,
 ) -> Tensor:
+    return _attended(query, key, value, Words(words[None], (prefix, live, seen)), scale)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, visible: Words, scale: float) -> Tensor:
     return attention_kernel.tree_attention(
         query.transpose(0, 1)[None],
         key[None],
         value[None],
-        words[None],
-        prefix,
-        live,
-        seen,
+        visible.words,
+        *visible.lengths,
         scale=scale,
+        causal=visible.causal,
         upcast=INTERPRETED,
     )[0].transpose(0, 1)
 

@@ -248,13 +248,15 @@ def attention(
     tiles: list[int] | None = None,
     slots: int = 4352,
     texts: int = 1,
+    causal: bool = False,
 ) -> None:
-    """texts: sequences; of more than one a table finds the caches."""
+    """texts: sequences; of more than one a table finds the caches; causal: rows of a prompt."""
     kind, kv_heads = getattr(torch, dtype), 8
     q = torch.empty(texts, nodes, groups * kv_heads, size, dtype=kind)
     cache = torch.empty(1, kv_heads, slots, size, dtype=kind).expand(texts, -1, -1, -1)
     words, ones = torch.empty(texts, nodes, 4, dtype=torch.int64), torch.empty(texts).int()
     options = {"splits": splits, "tiles": tree_attention.Tiles(*tiles) if tiles else None}
+    options |= {"causal": causal}
     if texts > 1:
         options |= {"table": torch.empty(texts, 2, dtype=torch.int64)}
     tree_attention.tree_attention(q, cache, cache, words, ones, ones, ones, **options)

@@ -37,6 +37,7 @@ REST: list[list[Any]] = [
     ["attention", 64, 4, 256, "bfloat16"],
     ["attention", 1, 4, 128, "bfloat16", None, None, 4352, 8],
     ["attention", 64, 4, 128, "bfloat16", None, None, 4352, 8],
+    ["attention", 512, 4, 128, "bfloat16", None, None, 4352, 1, True],
     ["strict", 4, 128, "bfloat16"],
     ["strict", 3, 64, "float16"],
     ["strict", 4, 128, "float32"],

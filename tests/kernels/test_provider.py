@@ -335,7 +335,7 @@ def test_tree_attention(
     tree = toy.random_tree(seed, rows, 500)
     mask = torch.ones(rows, prefix + rows, dtype=torch.bool, device=DEVICE)
     mask[:, prefix:] = ops.tree_mask(tree.ancestors.to(DEVICE), rows)
-    packed = ops.pack_mask(mask, groups, kind, prefix if known else 0)
+    packed = ops.pack_mask(mask, groups, kind, prefix if known else 0, causal=bool(seed % 2))
     found = ops.tree_attention(query, key, value, packed, 0.25)
     wanted = ops.by_meaning(
         ops.tree_attention,

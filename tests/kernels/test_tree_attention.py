@@ -206,6 +206,26 @@ def test_caches_that_lie_anywhere(dtype: torch.dtype, splits: int, device: torch
         case.run(splits, table=table[:2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nothing_after_a_tile_of_rows_is_read(
+    dtype: torch.dtype, splits: int, device: torch.device
+) -> None:
+    """Where no row sees a node after itself: the bits are the same, and NaN further on does no harm."""
+    options = {"dtype": dtype, "device": device, "size": 16, "groups": 3}
+    for count, more in ((40, 0), (33, 7)):  # of rows, and of nodes before them
+        parents = random_tree(count + more, count)
+        rows = ancestors(parents)[more:]
+        case = Case([rows], [21], n_tree=[count + more], **options)  # type: ignore[arg-type]
+        wanted = case.run(splits)
+        assert all(map(torch.equal, case.run(splits, causal=True), wanted))
+        first = SMALL.rows // 3  # that are in the first tile
+        case.v[:, :, 21 + more + first + SMALL.slots :] = math.nan
+        (out, _), (other, _) = (case.run(splits, causal=way) for way in (True, False))
+        assert torch.equal(out[:, :first], wanted[0][:, :first])
+        assert other[:, :first].isnan().any()
+
+
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 47, 48, 49])
 def test_prefixes_that_fill_no_tile_one_and_several(prefix: int, device: torch.device) -> None:
     for splits in (1, 2, 4, 7):  # 7: more splits than tiles
