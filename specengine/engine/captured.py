@@ -200,6 +200,12 @@ class CapturedDriver(EagerDriver):
         return sorted((rows for rows in rounded if rows < self.budget), reverse=True)
 
     @property
+    def looks(self) -> bool:
+        """Return whether the host waits for the device while a tree grows."""
+        ends = self.passes > 0 and (self.patience > 0 or self.policy.ends_early)
+        return bool(ends) and not self.branched
+
+    @property
     def rests(self) -> bool:
         """Return whether the host may know that a tree is its root alone, which then takes one row."""
         padded = self.branched or self.target.strict_rows or self.budget == 1
@@ -611,16 +617,17 @@ class CapturedDriver(EagerDriver):
                 number += 1
                 sent = ahead
                 self.follow(lane)
-                if (
-                    lane.stopper.left > 1 and not follows
-                ):  # the cycle under way gives one token at least
+                # the first token does not wait for another tree
+                first = follows or (number == 1 and self.looks)
+                # the cycle under way gives one token at least
+                if lane.stopper.left > 1 and not first:
                     ahead = self._start(number)
                 sent.marks[-1].wait()
                 record = self._read(sent.record)
                 drafted = record.length
                 seconds, ended = sent.seconds(ended), sent.marks[-1]
                 yield self._commit(lane, record, seconds, learns=follows or times)
-                if follows and lane.reason is None:
+                if first and lane.reason is None:
                     ahead = self._start(number)
         finally:
             self._end(lane, drafted)

@@ -435,6 +435,26 @@ def test_no_read_before_the_record_and_that_one_late(monkeypatch: pytest.MonkeyP
     assert order.count("start") <= cycles
 
 
+@pytest.mark.parametrize(("policy", "looks"), [("auto", True), ("eagle", False)])
+def test_the_first_token_waits_for_no_other_tree(
+    policy: str, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host waits while trees grow, it reads the first record before the second tree."""
+    engine, order = captured("eagle3", policy), list[str]()
+    answer(engine, {})
+    for name in ("_start", "_read"):
+        run = getattr(CapturedDriver, name)
+
+        def noted(self: CapturedDriver, value: Any, name: str = name, run: Any = run) -> Any:
+            order.append(name)
+            return run(self, value)
+
+        monkeypatch.setattr(CapturedDriver, name, noted)
+    answer(engine, {})
+    first = ["_start", "_read", "_start"] if looks else ["_start", "_start", "_read"]
+    assert order[:5] == [*first, "_start", "_read"]
+
+
 def test_a_target_without_a_finite_logit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = captured("eagle3", "eagle")
     expected = answer(engine, {})[0]
