@@ -117,11 +117,14 @@ endef
 # torch's CUDA build runs without a device, from some 6 GB of packages
 PINS := .venv-pins
 PINS_PYTHON ?= python3.12
-PINS_TESTS ?= tests/graphs tests/cuda tests/ops tests/kernels
+PINS_TESTS ?= tests/graphs tests/cuda tests/ops
+PINS_RUN = $(ON_PATH) $(PINS)/bin/python -m pytest $(IN_PARALLEL) -m "not slow and not model"
 test-device-pins: $(PINS)/.installed  ## with the packages of a device's image, tests that stand for a device
 	$(LINK_SOURCES)
 	$(PINS)/bin/python setup.py -q build_ext --inplace
-	$(ON_PATH) $(PINS)/bin/python -m pytest $(IN_PARALLEL) -m "not slow and not model" $(PINS_TESTS)
+	$(PINS_RUN) $(PINS_TESTS)
+# apart: behind the others two of them fail in Triton 3.6's interpreter, for a reason that is not known
+	$(PINS_RUN) tests/kernels
 $(PINS)/.installed: tests/cuda/pins.txt
 	$(PINS_PYTHON) -m venv $(PINS)
 	$(PINS)/bin/python -m pip install --disable-pip-version-check -r $<
