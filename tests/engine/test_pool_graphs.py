@@ -139,7 +139,7 @@ def test_a_text_that_is_not_under_way_stays_as_it_is() -> None:
 def test_attention_of_all_trees_is_one_operation(
     family: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the head's rows, and of the target's where no layer slides."""
+    """Count one for the head's rows of all texts, and one a layer for the target's where no layer slides."""
     calls = Counter[str]()
     with pretended.cuda():
         pool = pool_of("eagle", 3, family)
